@@ -1,0 +1,1 @@
+"""Attention over the paged pool, one backend a file, behind the protocol in `interface`."""

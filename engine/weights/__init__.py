@@ -1,0 +1,1 @@
+"""Checkpoints: reading tensors by name from safetensors or GGUF, and assigning them strictly."""

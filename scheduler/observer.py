@@ -1,0 +1,82 @@
+"""Instruments: what the scheduler tells whoever watches. It imports no metrics library; observers may not raise."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from scheduler.handle import RequestTimes
+from scheduler.request import FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One finished step: what was planned, what came out, and how long each part took, in seconds."""
+
+    num_rows: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_output_tokens: int
+    plan_s: float
+    engine_s: float
+    commit_s: float
+    num_running: int
+    num_waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReport:
+    """An accepted request that has ended: told exactly once for each.
+
+    `finish_reasons` holds one per choice; `output_tokens` counts over all choices (tokens after a `finish()` not
+    counted); `times` are on the scheduler's clock.
+    """
+
+    request: Request
+    finish_reasons: tuple[FinishReason, ...]
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    times: RequestTimes
+
+
+class Observer(Protocol):
+    """Called on the event loop, in step order. Subclass `NullObserver` and override what you need."""
+
+    def on_step(self, report: StepReport) -> None:
+        """A step was committed."""
+
+    def on_first_token(self, request: Request, ttft_s: float) -> None:
+        """A request's first output token was committed, `ttft_s` after its arrival."""
+
+    def on_token_gap(self, gap_s: float, num_tokens: int) -> None:
+        """A sequence got `num_tokens` more tokens, `gap_s` after its previous ones."""
+
+    def on_prefix_lookup(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
+        """A sequence entered the running set and its prompt was looked up in the prefix index."""
+
+    def on_preemption(self, request: Request) -> None:
+        """A running sequence lost its blocks and waits again."""
+
+    def on_request_end(self, report: RequestReport) -> None:
+        """An accepted request ended, however it did."""
+
+
+class NullObserver:
+    """Watches nothing."""
+
+    def on_step(self, report: StepReport) -> None:
+        """Ignore."""
+
+    def on_first_token(self, request: Request, ttft_s: float) -> None:
+        """Ignore."""
+
+    def on_token_gap(self, gap_s: float, num_tokens: int) -> None:
+        """Ignore."""
+
+    def on_prefix_lookup(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
+        """Ignore."""
+
+    def on_preemption(self, request: Request) -> None:
+        """Ignore."""
+
+    def on_request_end(self, report: RequestReport) -> None:
+        """Ignore."""

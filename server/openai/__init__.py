@@ -1,0 +1,1 @@
+"""The OpenAI HTTP API: wire models, translation to requests, rendering of answers, streaming."""
