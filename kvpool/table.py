@@ -53,6 +53,14 @@ class BlockTable:
         """How many blocks under positions `[start, end)` other tables hold too: each needs a copy before a write."""
         return sum(self._pool.ref_count(self.block_ids[index]) > 1 for index in self._held_range(start, end))
 
+    def needed_for(self, start: int, end: int) -> int:
+        """How many blocks `prepare_write(start, end)` takes from the pool: missing ones and copies of shared ones."""
+        size, block_ids = self.block_size, self.block_ids
+        first, last = start // size, (end - 1) // size
+        if first == last and first < len(block_ids):  # a decode step inside a block: the common case
+            return int(self._pool.ref_count(block_ids[first]) > 1)
+        return self.missing(end) + self.shared_in(start, end)
+
     def prepare_write(self, start: int, end: int) -> tuple[int, list[BlockCopy]]:
         """Make positions `[start, end)` writable: copy shared blocks, add missing ones.
 
@@ -63,6 +71,8 @@ class BlockTable:
         Raises:
             OutOfBlocks: nothing changes then.
         """
+        if not self.needed_for(start, end):
+            return len(self.block_ids), []
         shared = [i for i in self._held_range(start, end) if self._pool.ref_count(self.block_ids[i]) > 1]
         first_changed = shared[0] if shared else len(self.block_ids)
         fresh = self._pool.take(len(shared) + self.missing(end))

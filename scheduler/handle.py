@@ -77,7 +77,7 @@ class RequestHandle:
         self._on_finish(choice)
 
     def cancel(self) -> None:
-        """End every choice with CANCELLED at the next step; harmless when already done."""
+        """End every choice with CANCELLED now; harmless when done. Blocks come back once no step can write them."""
         self._on_cancel()
 
     async def __aiter__(self) -> AsyncIterator[list[TokenEvent]]:

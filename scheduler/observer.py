@@ -51,7 +51,7 @@ class Observer(Protocol):
         """A sequence got `num_tokens` more tokens, `gap_s` after its previous ones."""
 
     def on_prefix_lookup(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
-        """A sequence entered the running set and its prompt was looked up in the prefix index."""
+        """A request's first step is planned, and its prompt was looked up in the prefix index: once per request."""
 
     def on_preemption(self, request: Request) -> None:
         """A running sequence lost its blocks and waits again."""
@@ -80,3 +80,40 @@ class NullObserver:
 
     def on_request_end(self, report: RequestReport) -> None:
         """Ignore."""
+
+
+class Observers:
+    """Several observers as one, told in the order given."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def on_step(self, report: StepReport) -> None:
+        """Tell all."""
+        for observer in self._observers:
+            observer.on_step(report)
+
+    def on_first_token(self, request: Request, ttft_s: float) -> None:
+        """Tell all."""
+        for observer in self._observers:
+            observer.on_first_token(request, ttft_s)
+
+    def on_token_gap(self, gap_s: float, num_tokens: int) -> None:
+        """Tell all."""
+        for observer in self._observers:
+            observer.on_token_gap(gap_s, num_tokens)
+
+    def on_prefix_lookup(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
+        """Tell all."""
+        for observer in self._observers:
+            observer.on_prefix_lookup(num_queried_tokens, num_hit_tokens)
+
+    def on_preemption(self, request: Request) -> None:
+        """Tell all."""
+        for observer in self._observers:
+            observer.on_preemption(request)
+
+    def on_request_end(self, report: RequestReport) -> None:
+        """Tell all."""
+        for observer in self._observers:
+            observer.on_request_end(report)

@@ -11,7 +11,7 @@ class SchedulerStats:
 
     Attributes:
         num_running, num_waiting: sequences.
-        num_waiting_tokens: prompt tokens in the queue.
+        num_waiting_tokens: prompt tokens of requests that no step has touched yet.
         drain_tokens_per_s: measured rate at which tokens are computed; 0 before the first step.
         step_running_s: how long the step in flight has been running; None when idle.
         unhealthy: why the engine is considered dead; None when it is not.

@@ -1,0 +1,120 @@
+"""What a step's output changes: accepted tokens, computed KV, published blocks, and who has ended.
+
+Knows one plan and its output at a time; decides nothing about the next. Order of effects per row, fixed: prompt
+logprobs, accepted tokens up to the first reason to end, rollback of rejected drafts, publication, then the event.
+"""
+
+from dataclasses import dataclass
+
+from engine.batch import Row, RowOutput, StepOutput
+from scheduler.clock import Clock
+from scheduler.handle import TokenEvent
+from scheduler.observer import Observer
+from scheduler.planner import Plan
+from scheduler.request import FinishReason
+from scheduler.roster import Roster
+from scheduler.sequence import Sequence, SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How many of a row's tokens are kept, and why the sequence ends with them, if it does."""
+
+    num_kept: int
+    reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+def judge(sequence: Sequence, output: RowOutput) -> Verdict:
+    """Cut a row's tokens at the first stop token or at the length limit; at the limit itself a stop wins.
+
+    A token stops only behind `min_tokens` others: the sampler's mask lets none through before.
+    """
+    request, num_output = sequence.request, sequence.num_output
+    sampling = request.sampling
+    token_ids = output.token_ids[: request.max_tokens - num_output]
+    for index, token_id in enumerate(token_ids):
+        if token_id in sampling.stop_token_ids and num_output + index >= sampling.min_tokens:
+            return Verdict(index + 1, FinishReason.STOP, token_id)
+    if output.stopped and len(token_ids) == len(output.token_ids):
+        return Verdict(len(token_ids), FinishReason.STOP)
+    is_full = 0 < request.max_tokens <= num_output + len(token_ids)
+    return Verdict(len(token_ids), FinishReason.LENGTH if is_full else None)
+
+
+class Committer:
+    """Applies step outputs to the roster."""
+
+    def __init__(self, roster: Roster, clock: Clock, observer: Observer) -> None:
+        self._roster = roster
+        self._clock = clock
+        self._observer = observer
+
+    def commit(self, plan: Plan, output: StepOutput) -> int:
+        """Apply one step; gives the number of output tokens it delivered. Rows that ended meanwhile are dropped."""
+        rows = plan.batch.rows
+        assert output.step == plan.batch.step, "an output of another step"
+        assert len(output.rows) == len(rows), "a step's output has as many rows as its batch"
+        pairs = zip(plan.sequences, rows, output.rows, strict=True)
+        return sum(self._commit_row(s, row, out) for s, row, out in pairs if s.state is SequenceState.RUNNING)
+
+    def _commit_row(self, sequence: Sequence, row: Row, output: RowOutput) -> int:
+        if output.error is not None:
+            self._roster.end_choice(sequence, FinishReason.FAILED, output.error)
+            return 0
+        assert bool(output.token_ids) == row.sample, "a row gives tokens exactly when it samples"
+        if output.prompt_logprobs:
+            self._take_prompt_logprobs(sequence, row, output)
+        verdict = judge(sequence, output)
+        was_prompt_computed = sequence.is_prompt_computed
+        self._advance(sequence, row, output, verdict)
+        if not was_prompt_computed and sequence.is_prompt_computed:
+            self._prompt_computed(sequence)
+        if verdict.num_kept:
+            self._deliver(sequence, output, verdict)
+        return verdict.num_kept
+
+    def _take_prompt_logprobs(self, sequence: Sequence, row: Row, output: RowOutput) -> None:
+        """Keep those not seen yet: a prompt computed again after a preemption repeats the first ones."""
+        collected = sequence.group.handle.prompt_logprobs
+        collected.extend(output.prompt_logprobs[max(0, len(collected) - row.start) :])
+
+    def _advance(self, sequence: Sequence, row: Row, output: RowOutput, verdict: Verdict) -> None:
+        sequence.advance(output.token_ids[: verdict.num_kept], len(row.token_ids) - row.num_drafts)
+        if row.num_drafts:
+            sequence.table.truncate(len(sequence.tokens))
+        self._roster.running.publish(sequence)
+        num_left = sequence.request.max_tokens - sequence.num_output
+        sequence.draft = output.draft[: max(0, num_left - 1)]
+
+    def _prompt_computed(self, sequence: Sequence) -> None:
+        group = sequence.group
+        if sequence.request.max_tokens == 0:
+            self._roster.end_group(group, FinishReason.LENGTH)
+        else:
+            self._roster.release_held(group)
+
+    def _deliver(self, sequence: Sequence, output: RowOutput, verdict: Verdict) -> None:
+        sequence.group.num_output_tokens += verdict.num_kept
+        self._stamp(sequence, verdict.num_kept)
+        event = TokenEvent(
+            choice=sequence.choice,
+            token_ids=output.token_ids[: verdict.num_kept],
+            logprobs=output.logprobs[: verdict.num_kept],
+            finish_reason=verdict.reason,
+            stop_token_id=verdict.stop_token_id,
+        )
+        if verdict.reason is None:
+            sequence.group.handle.push(event)
+        else:
+            self._roster.end(sequence, event)
+
+    def _stamp(self, sequence: Sequence, num_tokens: int) -> None:
+        """Note when the tokens came, and tell the observer."""
+        now_s, times = self._clock.now(), sequence.group.handle.times
+        if times.first_token_s is None:
+            times.first_token_s = now_s
+            self._observer.on_first_token(sequence.request, now_s - times.arrived_s)
+        if sequence.last_token_s is not None:
+            self._observer.on_token_gap(now_s - sequence.last_token_s, num_tokens)
+        times.last_token_s = sequence.last_token_s = now_s

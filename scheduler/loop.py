@@ -1,0 +1,237 @@
+"""The loop: plan a step, run it, commit it; and the door through which requests come in.
+
+All state changes on one event loop; only the engine's own thread runs beside it. One step is in flight at a time.
+`plan`, engine and `commit` share nothing but the `Plan`, so that more steps in flight would change this file alone.
+The one broad `except` of the house is here: whatever breaks, every accepted request gets an answer.
+"""
+
+import asyncio
+import logging
+from functools import partial
+
+from engine.batch import StepEngine, StepOutput
+from engine.errors import EngineDead, StepError
+from kvpool.pool import BlockPool
+from scheduler.admission import Admission, DrainMeter
+from scheduler.clock import Clock, MonotonicClock
+from scheduler.commit import Committer
+from scheduler.config import SchedulerConfig
+from scheduler.errors import Draining, Unhealthy
+from scheduler.handle import RequestHandle, RequestTimes
+from scheduler.observer import Observer, Observers, StepReport
+from scheduler.planner import Plan, Planner
+from scheduler.queue import policy_order
+from scheduler.request import FinishReason, Request
+from scheduler.roster import Roster
+from scheduler.running import RunningSet
+from scheduler.sequence import Group, Sequence
+from scheduler.stats import SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Continuous batching of many requests over one engine and one KV pool."""
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        pool: BlockPool,
+        config: SchedulerConfig,
+        *,
+        observer: Observer | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._config = config
+        self._clock = clock or MonotonicClock()
+        self._meter = DrainMeter()
+        self._observer = Observers(self._meter, *([observer] if observer else []))
+        self._roster = Roster(RunningSet(pool, config), self._clock, self._observer)
+        self._planner = Planner(self._roster, config)
+        self._committer = Committer(self._roster, self._clock, self._observer)
+        self._admission = Admission(config, pool.num_blocks)
+        self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_arrivals = 0
+        self._num_failures = 0
+        self._step_began_s: float | None = None
+        self._is_draining = False
+        self._is_stopped = False
+        self._unhealthy: str | None = None
+
+    def submit(self, request: Request) -> RequestHandle:
+        """Queue a request; its handle yields at least one event per choice, whatever happens.
+
+        Raises:
+            Unhealthy, Draining: nothing is taken any more.
+            ContextTooLong, NeverFits: this request could never run.
+            QueueFull: not now; carries when to try again.
+        """
+        self._check_open()
+        self._admission.check_fits(request)
+        self._admission.check_queue(request, self._roster.queue, self._meter)
+        group = self._new_group(request)
+        self._roster.add(group)
+        self._watch_deadlines()
+        self._wake.set()
+        return group.handle
+
+    async def run(self) -> None:
+        """Serve until `stop`, or until a drain has finished. However it is left, no request stays unanswered."""
+        try:
+            while not self._is_over:
+                began_s = self._clock.now()
+                plan = self._planner.plan()
+                if plan is None:
+                    await self._idle()
+                else:
+                    await self._step(plan, self._clock.now() - began_s)
+                self._roster.expire()
+        finally:
+            self._shut_down()
+
+    def drain(self) -> None:
+        """Take nothing new and finish what was accepted; `run` then returns."""
+        self._is_draining = True
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Cancel everything; `run` returns as soon as no step is in flight."""
+        self._is_stopped = True
+        self._roster.end_all(FinishReason.CANCELLED)
+        self._wake.set()
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot for health checks and metrics."""
+        began_s, queue = self._step_began_s, self._roster.queue
+        return SchedulerStats(
+            num_running=self._roster.num_running,
+            num_waiting=self._roster.num_waiting,
+            num_waiting_tokens=queue.num_new_tokens,
+            drain_tokens_per_s=self._meter.tokens_per_s,
+            step_running_s=None if began_s is None else self._clock.now() - began_s,
+            is_draining=self._is_draining or self._is_stopped,
+            unhealthy=self._unhealthy,
+            pool=self._pool.stats(),
+        )
+
+    def check(self) -> None:
+        """Assert the invariants of queue, running set, tables, prefix index and pool, between two steps."""
+        self._roster.check()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_stopped or (self._is_draining and not self._roster.groups)
+
+    def _check_open(self) -> None:
+        if self._unhealthy is not None:
+            raise Unhealthy(self._unhealthy)
+        if self._is_draining or self._is_stopped:
+            raise Draining("The server is shutting down and takes no new requests.")
+
+    def _new_group(self, request: Request) -> Group:
+        arrival, policy = self._num_arrivals, self._config.policy
+        self._num_arrivals += 1
+        handle = RequestHandle(
+            request, RequestTimes(self._clock.now()), partial(self._finish, arrival), partial(self._cancel, arrival)
+        )
+        group = Group(handle, arrival)
+        for choice in range(request.num_choices):
+            order, table = policy_order(policy, request, arrival, choice), self._roster.running.new_table()
+            group.sequences.append(Sequence(group, request, choice, order, list(request.prompt_ids), table))
+        return group
+
+    def _finish(self, arrival: int, choice: int) -> None:
+        if group := self._roster.groups.get(arrival):
+            self._roster.end_choice(group.sequences[choice], FinishReason.STOP)
+
+    def _cancel(self, arrival: int) -> None:
+        if group := self._roster.groups.get(arrival):
+            self._roster.end_group(group, FinishReason.CANCELLED)
+
+    async def _idle(self) -> None:
+        """Nothing runs and nothing waits: sleep until somebody comes or the end is asked for."""
+        if self._config.check_invariants:
+            self.check()
+        self._wake.clear()
+        await self._wake.wait()
+
+    async def _step(self, plan: Plan, plan_s: float) -> None:
+        try:
+            output = await self._run_engine(plan)
+            self._commit(plan, output, plan_s)
+        except EngineDead as error:
+            self._turn_unhealthy(f"The engine is dead: {error}")
+        except Exception as error:  # noqa: BLE001  whatever it was, it fails these requests and no others
+            self._step_failed(plan, error)
+
+    async def _run_engine(self, plan: Plan) -> StepOutput:
+        self._step_began_s = self._clock.now()
+        self._roster.is_step_in_flight = True
+        try:
+            return await self._engine.step(plan.batch)
+        finally:
+            self._roster.is_step_in_flight = False
+            self._step_began_s = None
+
+    def _commit(self, plan: Plan, output: StepOutput, plan_s: float) -> None:
+        began_s = self._clock.now()
+        num_output_tokens = self._committer.commit(plan, output)
+        self._roster.settle()
+        self._num_failures = 0
+        num_decode_tokens = plan.num_decode_tokens
+        report = StepReport(
+            num_rows=len(plan.batch.rows),
+            num_prefill_tokens=plan.batch.num_tokens - num_decode_tokens,
+            num_decode_tokens=num_decode_tokens,
+            num_output_tokens=num_output_tokens,
+            plan_s=plan_s,
+            engine_s=output.duration_s,
+            commit_s=self._clock.now() - began_s,
+            num_running=self._roster.num_running,
+            num_waiting=self._roster.num_waiting,
+        )
+        self._observer.on_step(report)
+
+    def _step_failed(self, plan: Plan, error: Exception) -> None:
+        """Fail the requests of a lost step, and give up on an engine that does nothing else."""
+        self._num_failures += 1
+        logger.error("step %d failed: %s", plan.batch.step, error, exc_info=not isinstance(error, StepError))
+        for sequence, row in zip(plan.sequences, plan.batch.rows, strict=True):
+            self._roster.running.distrust(sequence, row.start, row.start + len(row.token_ids))
+        for sequence in plan.sequences:
+            self._roster.end_group(sequence.group, FinishReason.FAILED, f"The engine failed: {error}")
+        self._roster.settle()
+        if self._num_failures >= self._config.max_engine_failures:
+            self._turn_unhealthy(f"{self._num_failures} engine steps in a row failed, at last with: {error}")
+
+    def _turn_unhealthy(self, reason: str) -> None:
+        logger.error("unhealthy: %s", reason)
+        self._unhealthy = reason
+        self._roster.end_all(FinishReason.FAILED, reason)
+        self._roster.settle()
+
+    def _watch_deadlines(self) -> None:
+        """Have the next deadline end its requests on time, even while a long step is in flight."""
+        if self._timer is not None:
+            self._timer.cancel()
+        next_s = self._roster.deadlines.next_s
+        if next_s is None:
+            self._timer = None
+        else:
+            delay_s = max(0.0, next_s - self._clock.now())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._deadline_passed)
+
+    def _deadline_passed(self) -> None:
+        self._roster.expire()
+        self._watch_deadlines()
+
+    def _shut_down(self) -> None:
+        if not self._is_over:
+            self._unhealthy = self._unhealthy or "The scheduler's loop was ended."
+        self._roster.end_all(FinishReason.FAILED, "The server stopped before the request was finished.")
+        self._roster.settle()
+        if self._timer is not None:
+            self._timer.cancel()

@@ -1,0 +1,119 @@
+"""What one step computes: a frozen `Batch`, and the sequence behind each of its rows.
+
+Knows budget, queue and running set; knows no engine. Order of effects, fixed:
+
+    1. share out    tokens: first who is about to give output, then longer gaps in policy order
+    2. make room    blocks: in policy order; whoever is behind gives way
+    3. let in       from the queue's head while tokens, blocks and slots last; not in a step that preempted
+"""
+
+from dataclasses import dataclass, field
+
+from engine.batch import Batch, Row, SlotStart
+from kvpool.table import BlockCopy
+from scheduler.budget import TokenBudget, allot
+from scheduler.config import SchedulerConfig
+from scheduler.preemption import make_room
+from scheduler.roster import Roster
+from scheduler.sequence import Sequence, SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step, ready for the engine. `sequences[i]` owns `batch.rows[i]`."""
+
+    batch: Batch
+    sequences: tuple[Sequence, ...]
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens of rows that only continue an output: the newest token, and drafts."""
+        pairs = zip(self.batch.rows, self.sequences, strict=True)
+        return sum(
+            len(r.token_ids) for r, s in pairs if r.start >= s.num_prompt and len(r.token_ids) - r.num_drafts == 1
+        )
+
+
+@dataclass(slots=True)
+class _Sketch:
+    """A plan being made."""
+
+    budget: TokenBudget
+    starts: list[SlotStart] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+
+    def add_row(self, sequence: Sequence, num_tokens: int) -> None:
+        """Compute the next `num_tokens` of `sequence`, whose room is certain."""
+        start, table = sequence.computed, sequence.table
+        first_changed, copies = table.prepare_write(start, start + num_tokens)
+        offset = min(first_changed, sequence.num_synced)
+        num_accepted = min(num_tokens, len(sequence.tokens) - start)
+        closes_gap = start + num_tokens >= len(sequence.tokens)
+        row = Row(
+            slot=sequence.slot,
+            start=start,
+            token_ids=sequence.span(num_tokens),
+            block_offset=offset,
+            block_ids=tuple(table.block_ids[offset:]),
+            sample=closes_gap and sequence.request.max_tokens > 0,
+            num_drafts=num_tokens - num_accepted,
+            prompt_targets=sequence.prompt_targets(num_tokens),
+        )
+        sequence.num_synced = len(table.block_ids)
+        self.copies.extend(copies)
+        self.rows.append(row)
+        self.sequences.append(sequence)
+
+
+class Planner:
+    """Makes plans from the roster, and changes it as they ask: sequences enter, grow, and are preempted."""
+
+    def __init__(self, roster: Roster, config: SchedulerConfig) -> None:
+        self._roster = roster
+        self._num_step_tokens = config.max_num_batched_tokens
+        self._num_steps = 0
+
+    def plan(self) -> Plan | None:
+        """The next step, or None when nothing runs and nothing waits."""
+        while True:
+            sketch = _Sketch(TokenBudget(self._num_step_tokens))
+            did_preempt = self._serve_running(sketch)
+            if not did_preempt:
+                self._let_in(sketch)
+            if sketch.rows:
+                return self._freeze(sketch)
+            if not did_preempt:
+                assert not self._roster.num_waiting, "an idle engine must take what waits"
+                return None
+
+    def _serve_running(self, sketch: _Sketch) -> bool:
+        """Give rows to running sequences; True when that preempted any."""
+        running, preempt = self._roster.running, self._roster.preempt
+        num_before = len(running.sequences)
+        for sequence, num_tokens in allot(running.sequences, sketch.budget):
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # preempted for one ahead of it
+            if sequence.draft and not running.has_room(sequence, num_tokens):
+                num_tokens = min(num_tokens, len(sequence.tokens) - sequence.computed)
+            if make_room(running, sequence, num_tokens, preempt):
+                sketch.add_row(sequence, num_tokens)
+        return len(running.sequences) < num_before
+
+    def _let_in(self, sketch: _Sketch) -> None:
+        """Admit from the queue's head. Nobody overtakes it, so it cannot starve."""
+        roster = self._roster
+        while sketch.budget.left and roster.running.has_free_slot and (sequence := roster.queue.head):
+            copies = roster.running.try_enter(sequence)
+            if copies is None:
+                return
+            roster.begin(sequence)
+            sketch.starts.append(sequence.slot_start())
+            sketch.copies.extend(copies)
+            sketch.add_row(sequence, sketch.budget.take(sequence.gap))
+
+    def _freeze(self, sketch: _Sketch) -> Plan:
+        self._num_steps += 1
+        batch = Batch(self._num_steps, tuple(sketch.starts), tuple(sketch.copies), tuple(sketch.rows))
+        return Plan(batch, tuple(sketch.sequences))

@@ -1,0 +1,163 @@
+"""One continuation of one prompt, and the group of continuations that answer one request. Mutable, private.
+
+The whole state of progress is two numbers: `len(tokens)` and `computed`. Each step closes part of the gap between them:
+
+    tokens    prompt ............................ | output ....... | draft
+    KV        computed ..................... |<---------- gap ------------>|
+
+A prefill chunk, a decode step, a prefix hit, a preempted sequence coming back and a verified draft differ only in how
+large the gap is and how far a step moves `computed`. Knows token ids and its own blocks; decides nothing.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from engine.batch import SlotStart
+from kvpool.table import BlockTable
+from scheduler.handle import RequestHandle
+from scheduler.request import FinishReason, Request
+
+Order = tuple[int, int, int]
+"""Place in the policy's order, smaller first: (priority, arrival, choice). Unique among live sequences."""
+
+NO_SLOT = -1
+
+
+class SequenceState(Enum):
+    """Where a sequence is. HELD and WAITING hold no blocks; ENDED ones lose theirs once no step can write them."""
+
+    HELD = auto()  # a further choice, until the prompt has been computed once
+    WAITING = auto()  # in the queue: new, or preempted
+    RUNNING = auto()  # owns a slot and a table
+    ENDED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One choice of a request.
+
+    Attributes:
+        tokens: prompt and accepted output tokens.
+        computed: how many of `tokens` have KV in the pool.
+        draft: unverified tokens proposed to follow `tokens`.
+        table: its blocks; empty unless it is running.
+        slot: its row of engine state, `NO_SLOT` unless it is running.
+        num_synced: leading table entries that the engine's slot already knows.
+        digests: prefix digests of its full blocks, as far as they were needed.
+        num_published: leading blocks already offered to the prefix index.
+        last_token_s: when its newest output token was committed.
+    """
+
+    group: "Group"
+    request: Request
+    choice: int
+    order: Order
+    tokens: list[int]
+    table: BlockTable
+    state: SequenceState = SequenceState.HELD
+    computed: int = 0
+    draft: tuple[int, ...] = ()
+    slot: int = NO_SLOT
+    num_synced: int = 0
+    digests: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+    last_token_s: float | None = None
+    num_prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Accepted output tokens."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def gap(self) -> int:
+        """Tokens that could be computed now, the draft included."""
+        return len(self.tokens) + len(self.draft) - self.computed
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether only the newest token (and a draft) is left to compute: the next step gives output."""
+        return self.computed >= len(self.tokens) - 1
+
+    @property
+    def is_prompt_computed(self) -> bool:
+        """Whether the KV of the whole prompt is in its blocks."""
+        return self.computed >= self.num_prompt
+
+    @property
+    def is_missing_prompt_logprobs(self) -> bool:
+        """Whether prompt logprobs were asked for and some are still to come: the prompt must then be computed."""
+        wanted = self.request.sampling.prompt_logprobs is not None
+        return wanted and len(self.group.handle.prompt_logprobs) < self.num_prompt - 1
+
+    def span(self, num_tokens: int) -> tuple[int, ...]:
+        """The next `num_tokens` tokens to compute."""
+        end = self.computed + num_tokens
+        accepted = tuple(self.tokens[self.computed : end])
+        return accepted + self.draft[: num_tokens - len(accepted)]
+
+    def prompt_targets(self, num_tokens: int) -> tuple[int, ...]:
+        """The prompt tokens after each of the next `num_tokens` ones, while prompt logprobs are still to come."""
+        if not self.is_missing_prompt_logprobs:
+            return ()
+        return self.request.prompt_ids[self.computed + 1 : self.computed + 1 + num_tokens]
+
+    def slot_start(self) -> SlotStart:
+        """What the engine must remember about it while it runs."""
+        request = self.request
+        return SlotStart(
+            slot=self.slot,
+            params=request.sampling,
+            choice=self.choice,
+            prompt_ids=request.prompt_ids,
+            output_ids=tuple(self.tokens[self.num_prompt :]),
+            constraint=request.constraint,
+        )
+
+    def advance(self, token_ids: tuple[int, ...], num_computed: int) -> None:
+        """Append accepted `token_ids` after a step that computed `num_computed` tokens that were accepted before it.
+
+        All but the last of `token_ids` are verified drafts: the step computed them as well.
+        """
+        self.tokens.extend(token_ids)
+        self.computed += num_computed + max(0, len(token_ids) - 1)
+        self.draft = ()
+
+    def reset(self) -> None:
+        """Forget all progress but the tokens: its blocks and slot are gone."""
+        self.computed = self.num_synced = self.num_published = 0
+        self.draft = ()
+        self.slot = NO_SLOT
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """The choices of one accepted request, and what is counted over them. `arrival` numbers the requests."""
+
+    handle: RequestHandle
+    arrival: int
+    sequences: list[Sequence] = field(default_factory=list)
+    finish_reasons: dict[int, FinishReason] = field(default_factory=dict)
+    num_output_tokens: int = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any of it was ever part of a step."""
+        return self.handle.times.scheduled_s is not None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any choice waits or runs."""
+        return any(s.state in (SequenceState.WAITING, SequenceState.RUNNING) for s in self.sequences)
+
+    def held(self) -> list[Sequence]:
+        """Choices still held back, in order."""
+        return [s for s in self.sequences if s.state is SequenceState.HELD]
+
+    def forkable(self) -> Sequence | None:
+        """A running choice whose blocks hold the whole prompt, if there is one."""
+        running = (s for s in self.sequences if s.state is SequenceState.RUNNING)
+        return next((s for s in running if s.is_prompt_computed), None)
