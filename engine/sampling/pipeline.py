@@ -1,0 +1,138 @@
+"""Carries out the sampler order: from a step's logits to one token per row.
+
+The steps and their default order, numbered in `engine.sampling.params.SAMPLER_ORDER`:
+
+    1. mask         allowed / banned tokens, bad words, minimum length, grammar      masks.py
+    2. logit_bias   added to the raw logits                                          penalties.py
+    3. penalties    repetition, frequency, presence, on the raw logits               penalties.py
+    4. temperature  division; a greedy row takes the highest logit here instead      here
+    5. typical_p                                                                     truncation.py
+    6. top_k  7. top_p  8. min_p, then the draw                                      draw.py
+
+A row with an order of its own goes through the same steps in that order. Greedy rows go through the edits (1-3) only,
+in their order. Rows with the same steps are computed together; nothing about a row depends on the others.
+"""
+
+from collections.abc import Callable
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.sampling import truncation
+from engine.sampling.draw import Cut, draw, truncate_and_draw
+from engine.sampling.masks import TokenMasks
+from engine.sampling.penalties import LogitBias, Penalties
+from engine.sampling.rng import uniforms
+from engine.sampling.state import Ints, SlotTable, Steps, floats_on, ints_on, on_rows
+
+MIN_TEMPERATURE = 1e-20
+"""Lower temperatures count as this one: it already leaves nothing but the highest logit, and logits up to 1e18 divided
+by it stay finite."""
+
+_TAIL: Steps = ("top_k", "top_p", "min_p")
+
+
+class Outcome(IntEnum):
+    """What became of a row."""
+
+    OK = 0
+    BROKEN = 1  # the model's logits are NaN, infinite or all -inf
+    EMPTY = 2  # no token is left to choose from
+
+
+class Pipeline:
+    """The steps, bound to the state they read."""
+
+    def __init__(self, table: SlotTable, masks: TokenMasks, bias: LogitBias, penalties: Penalties) -> None:
+        self._table = table
+        self._steps: dict[str, Callable[[Tensor, Ints], Tensor]] = {
+            "mask": masks.apply,
+            "logit_bias": bias.apply,
+            "penalties": penalties.apply,
+            "temperature": self._temperature,
+            "typical_p": self._typical_p,
+            "top_k": self._top_k,
+            "top_p": self._top_p,
+            "min_p": self._min_p,
+        }
+
+    def choose(self, logits: Tensor, slots: Ints) -> Tensor:
+        """One token per row of `logits` [n, vocab] float32 (overwritten), row `i` being of slot `slots[i]`.
+
+        Returns:
+            [2, n] int64: token ids, and each row's `Outcome` (the token means nothing unless it is OK).
+        """
+        programs = self._table.program[slots]
+        if (programs == programs[0]).all():
+            return self._run(self._table.programs[programs[0]], logits, slots)
+        chosen = torch.empty((2, len(slots)), dtype=torch.int64, device=logits.device)
+        for program in np.unique(programs):
+            rows = np.flatnonzero(programs == program)
+            index = ints_on(logits.device, rows)
+            chosen[:, index] = self._run(self._table.programs[program], logits[index], slots[rows])
+        return chosen
+
+    def _run(self, steps: Steps, x: Tensor, slots: Ints) -> Tensor:
+        """`choose` for rows that all go through `steps`."""
+        raw_peaks = x.amax(-1)
+        if "temperature" not in steps:
+            tokens, peaks = self._greedy(steps, x, slots)
+        elif steps[-len(_TAIL) :] == _TAIL:
+            x = self._apply(steps[: -len(_TAIL)], x, slots)
+            tokens, peaks = truncate_and_draw(x, self._cut(slots))
+        else:
+            x = self._apply(steps, x, slots)
+            tokens, peaks = draw(x, floats_on(x.device, self._uniforms(slots)))
+        outcome = torch.where(peaks.isfinite(), Outcome.OK, Outcome.EMPTY)
+        outcome = torch.where(raw_peaks.isfinite(), outcome, Outcome.BROKEN)
+        return torch.stack((tokens, outcome))
+
+    def _apply(self, steps: Steps, x: Tensor, slots: Ints) -> Tensor:
+        for step in steps:
+            x = self._steps[step](x, slots)
+        return x
+
+    def _greedy(self, steps: Steps, x: Tensor, slots: Ints) -> tuple[Tensor, Tensor]:
+        peaks, tokens = self._apply(steps, x, slots).max(-1)
+        return tokens, peaks
+
+    def _uniforms(self, slots: Ints) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        table = self._table
+        return uniforms(table.seed[slots], table.choice[slots], table.num_outputs[slots])
+
+    def _cut(self, slots: Ints) -> Cut:
+        table = self._table
+        return Cut(table.top_k[slots], table.top_p[slots], table.min_p[slots], self._uniforms(slots))
+
+    def _temperature(self, x: Tensor, slots: Ints) -> Tensor:
+        temperature = self._table.temperature[slots]
+        if (temperature == 1.0).all():
+            return x
+        divisor = floats_on(x.device, np.maximum(temperature, MIN_TEMPERATURE)).to(x.dtype)
+        return x.div_(divisor.unsqueeze(-1))
+
+    def _typical_p(self, x: Tensor, slots: Ints) -> Tensor:
+        def keep(x: Tensor, slots: Ints) -> Tensor:
+            return truncation.typical_p(x, floats_on(x.device, self._table.typical_p[slots]))
+
+        return on_rows(x, slots, self._table.typical_p[slots] < 1.0, keep)
+
+    def _top_k(self, x: Tensor, slots: Ints) -> Tensor:
+        def keep(x: Tensor, slots: Ints) -> Tensor:
+            return truncation.top_k(x, ints_on(x.device, self._table.top_k[slots]))
+
+        return on_rows(x, slots, self._table.top_k[slots] > 0, keep)
+
+    def _top_p(self, x: Tensor, slots: Ints) -> Tensor:
+        def keep(x: Tensor, slots: Ints) -> Tensor:
+            return truncation.top_p(x, floats_on(x.device, self._table.top_p[slots]))
+
+        return on_rows(x, slots, self._table.top_p[slots] < 1.0, keep)
+
+    def _min_p(self, x: Tensor, slots: Ints) -> Tensor:
+        def keep(x: Tensor, slots: Ints) -> Tensor:
+            return truncation.min_p(x, floats_on(x.device, self._table.min_p[slots]))
+
+        return on_rows(x, slots, self._table.min_p[slots] > 0.0, keep)

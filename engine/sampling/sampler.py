@@ -1,0 +1,160 @@
+"""The sampler: everything a slot remembers about choosing tokens, and the step that chooses them.
+
+Knows slots, logits and token ids; nothing of requests, text or attention. State advances only on tokens it returned,
+and `start` rebuilds it from the tokens a sequence already has, so a preempted sequence continues as if nothing had
+happened.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import SlotStart, TokenLogprob
+from engine.sampling.grammar import GrammarMasks
+from engine.sampling.logprobs import describe
+from engine.sampling.masks import TokenMasks
+from engine.sampling.penalties import LogitBias, Penalties
+from engine.sampling.pipeline import Outcome, Pipeline
+from engine.sampling.state import Ints, SlotTable, ints_on
+
+_REASONS = {
+    Outcome.BROKEN: "the model computed logits that are not finite numbers",
+    Outcome.EMPTY: "no token is left to choose from: the request's masks exclude all of them",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a row drew.
+
+    Attributes:
+        token_id: meaningless when there is an error.
+        logprob: when the slot asked for any.
+        stopped: the slot's constraint is complete: nothing may follow this token.
+        error: why this row alone failed; the slot is of no use until its next start.
+    """
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+    stopped: bool = False
+    error: str | None = None
+
+
+class Sampler:
+    """Per-slot sampling state for `max_num_seqs` slots, and vectorised sampling over any of them.
+
+    Args:
+        max_num_seqs: number of slots.
+        vocab_size: width of the logits.
+        device: where the logits are.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        assert vocab_size < 2**24, "token ids are exact in float32"
+        self.vocab_size = vocab_size
+        self.device = device
+        self._table = SlotTable(max_num_seqs, vocab_size)
+        self._grammar = GrammarMasks(max_num_seqs, vocab_size)
+        self._masks = TokenMasks(self._table, self._grammar, max_num_seqs)
+        self._bias = LogitBias(max_num_seqs)
+        self._penalties = Penalties(self._table, max_num_seqs)
+        self._pipeline = Pipeline(self._table, self._masks, self._bias, self._penalties)
+        self._wants_logprobs = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._has_history = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._num_top = np.zeros(max_num_seqs, dtype=np.int64)
+        self._extra_ids: list[tuple[int, ...]] = [()] * max_num_seqs
+
+    def start(self, start: SlotStart) -> None:
+        """Give a slot to a sequence: forget the one before, replay `output_ids`.
+
+        A constraint that fails here fails the slot's next row.
+
+        Raises:
+            ValueError: a token id outside the vocabulary, named; the slot is as it was.
+        """
+        self._check(start)
+        slot, params = start.slot, start.params
+        self._table.start(start)
+        self._masks.start(start)
+        self._bias.start(slot, params.logit_bias)
+        self._penalties.start(start)
+        self._grammar.start(slot, start.constraint, start.output_ids)
+        self._wants_logprobs[slot] = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._num_top[slot] = params.logprobs or 0
+        self._extra_ids[slot] = params.logprob_token_ids
+        self._has_history[slot] = bool(
+            self._penalties.active[slot] or self._grammar.active[slot] or params.bad_words_ids
+        )
+
+    def begin(self, slots: Sequence[int]) -> None:
+        """Start computing the grammar masks of the slots that will sample in this step, beside the forward pass."""
+        self._grammar.begin(slots)
+
+    @torch.inference_mode()
+    def sample(self, slots: Sequence[int], logits: Tensor) -> list[Sampled]:
+        """Choose the next token of each slot and advance its state.
+
+        Args:
+            slots: [n], distinct.
+            logits: [n, vocab_size] raw, row `i` for `slots[i]`; overwritten when float32 and contiguous.
+        """
+        assert logits.shape == (len(slots), self.vocab_size), "one row of logits for each slot"
+        if not slots:
+            return []
+        self._grammar.join(slots)
+        rows = np.asarray(slots, dtype=np.int64)
+        logits = logits.float().contiguous()
+        reported = np.flatnonzero(self._wants_logprobs[rows])
+        index = ints_on(logits.device, reported)
+        raw = logits[index] if reported.size else None  # a copy, before the steps edit it
+        chosen = self._pipeline.choose(logits, rows)
+        logprobs: dict[int, TokenLogprob] = {}
+        if raw is not None:
+            entries = self._logprobs(raw, chosen[0][index], rows[reported])
+            logprobs = dict(zip(reported.tolist(), entries, strict=True))
+        sampled = [
+            self._conclude(slot, token_id, outcome, logprobs.get(row))
+            for row, (slot, token_id, outcome) in enumerate(zip(slots, *chosen.tolist(), strict=True))
+        ]
+        self._table.num_outputs[rows] += 1
+        return sampled
+
+    def close(self) -> None:
+        """End the side thread that computes grammar masks."""
+        self._grammar.close()
+
+    def _logprobs(self, raw: Tensor, token_ids: Tensor, slots: Ints) -> list[TokenLogprob]:
+        return describe(raw, token_ids, self._num_top[slots].tolist(), [self._extra_ids[slot] for slot in slots])
+
+    def _conclude(self, slot: int, token_id: int, outcome: int, logprob: TokenLogprob | None) -> Sampled:
+        """Advance what the slot remembers of its output; or say why its row failed."""
+        error = self._grammar.errors.get(slot) or _REASONS.get(Outcome(outcome))
+        if error is not None:
+            return Sampled(token_id, error=error)
+        if not self._has_history[slot]:
+            return Sampled(token_id, logprob)
+        if not self._grammar.accept(slot, (token_id,)):
+            return Sampled(token_id, error=self._grammar.errors[slot])
+        self._penalties.add(slot, token_id)
+        self._masks.add(slot, token_id)
+        return Sampled(token_id, logprob, stopped=self._grammar.is_stopped(slot))
+
+    def _check(self, start: SlotStart) -> None:
+        """ValueError for the first token id that is outside the vocabulary."""
+        params = start.params
+        self._check_ids("logit_bias", params.logit_bias)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logprob_token_ids", params.logprob_token_ids)
+        for word in params.bad_words_ids:
+            self._check_ids("bad_words", word)
+        self._check_ids("the prompt", start.prompt_ids)
+        self._check_ids("the output", start.output_ids)
+
+    def _check_ids(self, where: str, token_ids: Collection[int]) -> None:
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            return
+        outside = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
+        raise ValueError(f"token id {outside} in {where} is outside the vocabulary of {self.vocab_size}")
