@@ -1,0 +1,1 @@
+"""Decoders: a specification as data, one readable forward, and how checkpoint families map to it."""
