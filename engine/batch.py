@@ -5,8 +5,10 @@ slot, and may sample the token that follows its last one. A prefill chunk, a dec
 only in these numbers. Order inside a step, fixed:
 
     1. `starts`   reset slots to new sequences
-    2. `copies`   block copies, in the order given
-    3. `rows`     block-table updates, KV writes, attention, sampling
+    2. `saves`    whole blocks are read out, before anything reuses them
+    3. `loads`    whole blocks are filled with what was read out of others, in this run or an earlier one
+    4. `copies`   block copies, in the order given
+    5. `rows`     block-table updates, KV writes, attention, sampling
 """
 
 from dataclasses import dataclass
@@ -62,18 +64,36 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """An order to fill a whole block, all layers, with bytes that a save of an equal layout gave."""
+
+    block_id: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """The frozen plan of one step. `step` counts up; slots are distinct over the rows."""
+    """The frozen plan of one step. `step` counts up; slots are distinct over the rows.
+
+    `saves` are block ids. A batch without rows only moves blocks.
+    """
 
     step: int
     starts: tuple[SlotStart, ...]
     copies: tuple[BlockCopy, ...]
     rows: tuple[Row, ...]
+    saves: tuple[int, ...] = ()
+    loads: tuple[BlockLoad, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens to compute over all rows."""
         return sum(len(row.token_ids) for row in self.rows)
+
+    @property
+    def only_moves_blocks(self) -> bool:
+        """Whether there is nothing to compute, and blocks to move."""
+        return not self.rows and bool(self.saves or self.loads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +134,15 @@ class RowOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One output per row of the batch, in its order, and how long the step took on the engine's thread."""
+    """One output per row of the batch, in its order, and how long the step took on the engine's thread.
+
+    `saved` holds the bytes of each block in the batch's `saves`, in its order.
+    """
 
     step: int
     rows: tuple[RowOutput, ...]
     duration_s: float
+    saved: tuple[bytes, ...] = ()
 
 
 class StepEngine(Protocol):

@@ -7,6 +7,9 @@ EngineError
 `-- EngineDead           nothing will ever come out of this engine again
 """
 
+NO_TOKEN_LEFT = "no token is left to choose from: the request's masks exclude all of them"
+"""`RowOutput.error` of a request whose own bans, masks and grammar contradict each other."""
+
 
 class EngineError(Exception):
     """Base of everything the engine raises on purpose."""

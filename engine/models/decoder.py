@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from engine.models.layers import AttentionFn, DecoderLayer, Linear, RMSNorm
+from engine.models.layers import AttentionFn, DecoderLayer, Embedding, Linear, RMSNorm
 from engine.models.rope import RotaryEmbedding
 from engine.models.spec import DecoderSpec
 
@@ -19,7 +18,7 @@ __all__ = ["AttentionFn", "Decoder"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoder:
-    """A loaded model. Weights are plain tensors without gradients on one device, in one dtype.
+    """A loaded model on one device, computing in one dtype; its weights may be stored in smaller forms.
 
     `weight_bytes` counts every stored parameter once, so a tied head adds nothing.
     """
@@ -28,7 +27,7 @@ class Decoder:
     dtype: torch.dtype
     device: torch.device
     weight_bytes: int
-    embedding: Tensor
+    embedding: Embedding
     layers: tuple[DecoderLayer, ...]
     norm: RMSNorm
     head: Linear
@@ -46,7 +45,7 @@ class Decoder:
             `[T, hidden]` in the model's dtype.
         """
         rotate = self.rope(positions, self.dtype)
-        hidden = F.embedding(token_ids, self.embedding)
+        hidden = self.embedding(token_ids)
         for index, layer in enumerate(self.layers):
             hidden = layer(index, hidden, rotate, attend)
         return self.norm(hidden)

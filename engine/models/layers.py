@@ -5,6 +5,7 @@ Knows tensors of a flat ragged batch `[T, ...]`; knows nothing of sequences, cac
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +18,23 @@ Stores k and v itself and applies the scale `head_dim ** -0.5`. The inputs may b
 """
 
 
+class Linear(Protocol):
+    """A matrix product, however its matrix is stored: `x @ weight.T + bias`."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, in] -> [T, out]`."""
+
+
+class Embedding(Protocol):
+    """Token ids to vectors, however the table is stored."""
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """`[T]` int64 -> `[T, hidden]`."""
+
+
 @dataclass(frozen=True, slots=True)
-class Linear:
-    """`x @ weight.T + bias`, weight `[out, in]`, bias `[out]` or None."""
+class DenseLinear:
+    """A plain matrix: weight `[out, in]`, bias `[out]` or None."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -27,6 +42,17 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, in] -> [T, out]`."""
         return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseEmbedding:
+    """A plain table `[vocab, hidden]`."""
+
+    weight: Tensor
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """`[T]` int64 -> `[T, hidden]`."""
+        return F.embedding(token_ids, self.weight)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,16 @@ import torch
 
 from engine.config import Progress
 from engine.errors import LoadError
-from engine.models.allocate import empty_decoder, weight_bytes_of
+from engine.models.allocate import empty_decoder
 from engine.models.decoder import Decoder
 from engine.models.families import spec_from_gguf, spec_from_hf_config
+from engine.models.native_decoder import NativeDecoder
+from engine.models.packed import QUANTIZED_BITS, PackedParameters
+from engine.models.parameters import DenseParameters, Parameters
 from engine.models.spec import DecoderSpec
+from engine.native import find_native
 from engine.weights.assign import assign
 from engine.weights.checkpoint import Checkpoint, ModelSource
-from engine.weights.gguf import GGUFCheckpoint
 from engine.weights.gguf_header import read_gguf_header
 from engine.weights.safetensors import SafetensorsCheckpoint
 
@@ -58,27 +61,70 @@ def load_decoder(
     device: torch.device,
     progress: Progress,
     max_model_len: int | None = None,
+    quantization: str = "auto",
 ) -> Decoder:
     """Load a model: allocate its weights on `device`, then read them in place, tensor by tensor.
 
+    In float32 on a CPU with native kernels the weights are packed (see `engine.models.packed`); elsewhere they are
+    plain tensors of `dtype`.
+
     Args:
-        dtype: what weights are cast to and activations computed in.
-        progress: told the share of the weights that is in place.
+        dtype: what activations are computed in.
+        quantization: as `EngineConfig` describes it.
+        progress: told the share of the weights that is in place, and before that whether kernels are being compiled.
         max_model_len: the longest sequence that will be served, in tokens; dynamic rotary scaling is fixed for it.
             None is the model's `default_context`.
 
     Raises:
-        LoadError: an unsupported model, or a missing, extra, misshapen or damaged tensor; names it.
+        LoadError: an unsupported model, a missing, extra, misshapen or damaged tensor (names it), or a quantization
+            that cannot be had here.
     """
     spec = read_spec(source)
+    packs = _packs(dtype, device, quantization, progress)
     progress(_PHASE, 0.0)
-    decoder, targets = empty_decoder(spec, dtype, device, max_model_len or spec.default_context)
     try:
         with _open_checkpoint(source, spec) as checkpoint:
-            assign(checkpoint, targets, spec.tie_word_embeddings, lambda done: progress(_PHASE, done))
+            parameters: Parameters = DenseParameters(dtype, device)
+            if packs:
+                parameters = PackedParameters(checkpoint, quantization, device)
+            decoder = empty_decoder(spec, parameters, max_model_len or spec.default_context)
+            assign(checkpoint, parameters.places, spec.tie_word_embeddings, lambda done: progress(_PHASE, done))
     except LoadError as error:
         raise _naming(source, error) from error
-    return decoder
+    return NativeDecoder.of(decoder) if packs else decoder
+
+
+def weight_bytes_of(
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+    quantization: str = "auto",
+) -> int:
+    """Bytes that the weights will take at most, as `load_decoder` would store them; allocates and reads none.
+
+    Raises:
+        LoadError: as `load_decoder`, as far as the files' headers tell.
+    """
+    spec, nowhere = read_spec(source), torch.device("meta")
+    parameters: Parameters = DenseParameters(dtype, nowhere)
+    if _packs(dtype, device, quantization, progress):
+        with _open_checkpoint(source, spec) as checkpoint:
+            parameters = PackedParameters(checkpoint, quantization, nowhere)
+            return empty_decoder(spec, parameters, 1).weight_bytes
+    return empty_decoder(spec, parameters, 1).weight_bytes
+
+
+def _packs(dtype: torch.dtype, device: torch.device, quantization: str, progress: Progress) -> bool:
+    """Whether weights are packed for the native kernels."""
+    if device.type == "cpu" and dtype == torch.float32 and find_native(progress) is not None:
+        return True
+    if quantization in QUANTIZED_BITS:
+        raise LoadError(
+            f"quantization {quantization!r} needs the native CPU kernels and dtype float32; here it is {dtype} on "
+            f"{device}" + (", and there are no kernels" if device.type == "cpu" and dtype == torch.float32 else "")
+        )
+    return False
 
 
 def read_checkpoint_dtype(source: ModelSource) -> torch.dtype:
@@ -123,6 +169,8 @@ def _gguf_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _open_checkpoint(source: ModelSource, spec: DecoderSpec) -> AbstractContextManager[Checkpoint]:
     if source.kind == "gguf":
+        from engine.weights.gguf import GGUFCheckpoint  # needs the gguf package, which no other format does
+
         return nullcontext(GGUFCheckpoint(read_gguf_header(source.path), spec.head_dim))
     return SafetensorsCheckpoint(source.path)
 

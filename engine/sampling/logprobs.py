@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.batch import TokenLogprob
 from engine.sampling import truncation
+from engine.sampling.race import row_chunks
 
 LOGPROB_FLOOR = -9999.0
 
@@ -29,9 +30,8 @@ def describe(
         extra_ids: [n] further tokens each row wants.
     """
     wanted = _padded(extra_ids, logits.device)
-    normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
     chosen = logits.gather(-1, token_ids.unsqueeze(-1))
-    rank = (logits > chosen).sum(-1, keepdim=True) + 1
+    normaliser, rank = _normaliser_and_rank(logits, chosen)
     top_logits, top_ids = _most_likely(logits, min(max(num_top, default=0), logits.shape[-1]))
     values = torch.cat((chosen, top_logits, logits.gather(-1, wanted)), dim=-1) - normaliser
     # Ids and ranks are exact in float32 up to 2**24, far beyond any vocabulary: all goes to the host in one piece.
@@ -50,6 +50,19 @@ def prompt_logprobs(logits: Tensor, targets: Tensor, num_top: int) -> list[Token
         count = rows.shape[0]
         entries += describe(rows, targets[first : first + count], [num_top] * count, [()] * count)
     return entries
+
+
+def _normaliser_and_rank(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of `logits` [n, vocab]: the log of the summed exponentials, and the place of logit `chosen` [n, 1].
+
+    Both [n, 1] float32; places count from 1, and equals share the first of theirs.
+    """
+    normaliser, rank = torch.empty_like(chosen), torch.empty_like(chosen)
+    for rows in row_chunks(logits):
+        normaliser[rows] = torch.logsumexp(logits[rows], dim=-1, keepdim=True)
+        above = logits[rows].clone().gt_(chosen[rows])  # ones and zeros, far cheaper to add up than booleans
+        rank[rows] = above.sum(-1, keepdim=True) + 1.0
+    return normaliser, rank
 
 
 def _most_likely(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:

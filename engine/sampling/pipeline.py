@@ -7,7 +7,7 @@ The steps and their default order, numbered in `engine.sampling.params.SAMPLER_O
     3. penalties    repetition, frequency, presence, on the raw logits               penalties.py
     4. temperature  division; a greedy row takes the highest logit here instead      here
     5. typical_p                                                                     truncation.py
-    6. top_k  7. top_p  8. min_p, then the draw                                      draw.py
+    6. top_k  7. top_p  8. min_p, then the draw                                      draw.py, race.py
 
 A row with an order of its own goes through the same steps in that order. Greedy rows go through the edits (1-3) only,
 in their order. Rows with the same steps are computed together; nothing about a row depends on the others.
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from engine.sampling import truncation
-from engine.sampling.draw import Cut, draw, truncate_and_draw
+from engine.sampling.draw import Cut, truncate_and_draw
 from engine.sampling.masks import TokenMasks
 from engine.sampling.penalties import LogitBias, Penalties
-from engine.sampling.rng import uniforms
+from engine.sampling.race import Race
+from engine.sampling.rng import Keys, race_keys
 from engine.sampling.state import Ints, SlotTable, Steps, floats_on, ints_on, on_rows
 
 MIN_TEMPERATURE = 1e-20
@@ -43,10 +44,11 @@ class Outcome(IntEnum):
 
 
 class Pipeline:
-    """The steps, bound to the state they read."""
+    """The steps, bound to the state they read, and the race that draws."""
 
-    def __init__(self, table: SlotTable, masks: TokenMasks, bias: LogitBias, penalties: Penalties) -> None:
+    def __init__(self, table: SlotTable, masks: TokenMasks, bias: LogitBias, penalties: Penalties, race: Race) -> None:
         self._table = table
+        self._race = race
         self._steps: dict[str, Callable[[Tensor, Ints], Tensor]] = {
             "mask": masks.apply,
             "logit_bias": bias.apply,
@@ -81,10 +83,10 @@ class Pipeline:
             tokens, peaks = self._greedy(steps, x, slots)
         elif steps[-len(_TAIL) :] == _TAIL:
             x = self._apply(steps[: -len(_TAIL)], x, slots)
-            tokens, peaks = truncate_and_draw(x, self._cut(slots))
+            tokens, peaks = truncate_and_draw(x, self._cut(slots), self._race)
         else:
             x = self._apply(steps, x, slots)
-            tokens, peaks = draw(x, floats_on(x.device, self._uniforms(slots)))
+            tokens, peaks = self._race.winners(x, self._keys(slots))
         outcome = torch.where(peaks.isfinite(), Outcome.OK, Outcome.EMPTY)
         outcome = torch.where(raw_peaks.isfinite(), outcome, Outcome.BROKEN)
         return torch.stack((tokens, outcome))
@@ -98,13 +100,13 @@ class Pipeline:
         peaks, tokens = self._apply(steps, x, slots).max(-1)
         return tokens, peaks
 
-    def _uniforms(self, slots: Ints) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    def _keys(self, slots: Ints) -> Keys:
         table = self._table
-        return uniforms(table.seed[slots], table.choice[slots], table.num_outputs[slots])
+        return race_keys(table.seed[slots], table.choice[slots], table.num_outputs[slots])
 
     def _cut(self, slots: Ints) -> Cut:
         table = self._table
-        return Cut(table.top_k[slots], table.top_p[slots], table.min_p[slots], self._uniforms(slots))
+        return Cut(table.top_k[slots], table.top_p[slots], table.min_p[slots], self._keys(slots))
 
     def _temperature(self, x: Tensor, slots: Ints) -> Tensor:
         temperature = self._table.temperature[slots]

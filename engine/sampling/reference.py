@@ -17,23 +17,30 @@ _Step = Callable[[Logits, SamplingParams, Sequence[int], Sequence[int]], Logits]
 def next_token(
     logits: Sequence[float],
     params: SamplingParams,
-    uniform: float,
+    key: tuple[int, int],
     prompt_ids: Sequence[int] = (),
     output_ids: Sequence[int] = (),
 ) -> int | None:
-    """The token that follows, from raw `logits` [vocab] and one number inside (0, 1); None when all are excluded."""
+    """The token that follows, from raw `logits` [vocab] and a noise key of two words; None when all are excluded."""
     edited = shaped(logits, params, prompt_ids, output_ids)
     if max(edited) == _DROPPED:
         return None
-    if params.is_greedy:
-        return edited.index(max(edited))
-    weights = probabilities(edited)
-    left = uniform
-    for token_id, weight in enumerate(weights):
-        left -= weight
-        if left < 0.0 and weight > 0.0:
-            return token_id
-    return max(token_id for token_id, weight in enumerate(weights) if weight > 0.0)
+    ranked = edited if params.is_greedy else scores(edited, key)
+    return ranked.index(max(ranked))
+
+
+def scores(logits: Sequence[float], key: tuple[int, int]) -> list[float]:
+    """How far each token of [vocab] comes in the race of this key: its logit plus its noise."""
+    return [logit + noise(token_id, key) for token_id, logit in enumerate(logits)]
+
+
+def noise(token_id: int, key: tuple[int, int]) -> float:
+    """Gumbel noise: minus the log of an exponential number, from a hash of the token id under the key."""
+    h = token_id * 0x9E3779B9 % 2**32 ^ key[0]
+    h = (h ^ h >> 16) * 0x7FEB352D % 2**32
+    h = (h ^ h >> 15 ^ key[1]) * 0x846CA68B % 2**32
+    h ^= (h >> 16) + (0xFFFF0000 if h >= 2**31 else 0)  # a shift that copies the top bit
+    return -math.log(-math.log1p(-(h + 0.5) * 2.0**-31))
 
 
 def shaped(

@@ -1,8 +1,9 @@
-"""Counter-based random numbers: one uniform per (seed, choice, output index), a pure function without any state.
+"""Counter-based random numbers: two words per (seed, choice, output index), a pure function without any state.
 
-Knows numbers only. So a draw depends on nothing but its own key: not on the batch around it, not on how often its
-sequence was preempted and recomputed. Philox4x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3"
-(SC 2011): the seed is the key, (index, choice) the counter.
+Knows numbers only. The words key the noise of one draw (see `engine.sampling.race`), so a draw depends on nothing but
+its own key and its logits: not on the batch around it, not on how often its sequence was preempted and recomputed.
+Philox4x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011): the seed is the key, (index,
+choice) the counter.
 """
 
 import numpy as np
@@ -18,6 +19,9 @@ _32 = np.uint64(32)
 
 Words = npt.NDArray[np.uint64]
 """Unsigned 32-bit numbers, kept in 64 bits so that products do not overflow."""
+
+Keys = npt.NDArray[np.int32]
+"""Noise keys `[n, 2]`: two 32-bit words a row, as signed numbers of the same bits."""
 
 
 def philox4x32(counter: Words, key: Words) -> Words:
@@ -38,18 +42,10 @@ def philox4x32(counter: Words, key: Words) -> Words:
     return np.stack((c0, c1, c2, c3))
 
 
-def uniforms(
-    seeds: npt.NDArray[np.int64], choices: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
-    """One uniform number per row, strictly inside (0, 1), with 52 random bits. All arguments and the result [n].
-
-    `seeds` may be negative; `choices` must be below 2**32.
-    """
+def race_keys(seeds: npt.NDArray[np.int64], choices: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]) -> Keys:
+    """The noise key of each row, for arguments [n]. `seeds` may be negative; `choices` must be below 2**32."""
     key = seeds.astype(np.uint64)
     index = indices.astype(np.uint64)
     counter = np.stack((index & _LOW, index >> _32, choices.astype(np.uint64), np.zeros_like(index)))
     words = philox4x32(counter, np.stack((key & _LOW, key >> _32)))
-    bits = ((words[1] << _32) | words[0]) >> np.uint64(12)
-    # Half a step up keeps 0 out; with 52 bits the sum is exact, so 1 stays out too.
-    uniform: npt.NDArray[np.float64] = (bits.astype(np.float64) + 0.5) * 2.0**-52
-    return uniform
+    return np.ascontiguousarray(words[:2].T.astype(np.uint32)).view(np.int32)

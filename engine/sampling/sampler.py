@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 from engine.batch import SlotStart, TokenLogprob
+from engine.errors import NO_TOKEN_LEFT
 from engine.sampling.grammar import GrammarMasks
 from engine.sampling.logprobs import describe
 from engine.sampling.masks import TokenMasks
+from engine.sampling.native_race import best_race
 from engine.sampling.penalties import LogitBias, Penalties
 from engine.sampling.pipeline import Outcome, Pipeline
+from engine.sampling.race import Race
 from engine.sampling.state import Ints, SlotTable, ints_on
 
 _REASONS = {
     Outcome.BROKEN: "the model computed logits that are not finite numbers",
-    Outcome.EMPTY: "no token is left to choose from: the request's masks exclude all of them",
+    Outcome.EMPTY: NO_TOKEN_LEFT,
 }
 
 
@@ -50,9 +53,10 @@ class Sampler:
         max_num_seqs: number of slots.
         vocab_size: width of the logits.
         device: where the logits are.
+        race: how to draw; None for the best that the device has.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, *, race: Race | None = None) -> None:
         assert vocab_size < 2**24, "token ids are exact in float32"
         self.vocab_size = vocab_size
         self.device = device
@@ -61,7 +65,8 @@ class Sampler:
         self._masks = TokenMasks(self._table, self._grammar, max_num_seqs)
         self._bias = LogitBias(max_num_seqs)
         self._penalties = Penalties(self._table, max_num_seqs)
-        self._pipeline = Pipeline(self._table, self._masks, self._bias, self._penalties)
+        race = best_race(device) if race is None else race
+        self._pipeline = Pipeline(self._table, self._masks, self._bias, self._penalties, race)
         self._wants_logprobs = np.zeros(max_num_seqs, dtype=np.bool_)
         self._has_history = np.zeros(max_num_seqs, dtype=np.bool_)
         self._num_top = np.zeros(max_num_seqs, dtype=np.int64)
@@ -109,7 +114,7 @@ class Sampler:
         logits = logits.float().contiguous()
         reported = np.flatnonzero(self._wants_logprobs[rows])
         index = ints_on(logits.device, reported)
-        raw = logits[index] if reported.size else None  # a copy, before the steps edit it
+        raw = logits[index] if reported.size else None  # a copy, before the steps edit them
         chosen = self._pipeline.choose(logits, rows)
         logprobs: dict[int, TokenLogprob] = {}
         if raw is not None:

@@ -1,12 +1,12 @@
 """Fills a model's parameters from a checkpoint, strictly: every tensor has one place and every place one tensor.
 
-Knows names and shapes; knows nothing of file formats or of what the parameters do.
+Knows names and shapes; knows nothing of file formats, of how a place stores what it gets, or of what parameters do.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
-
-from torch import Tensor
+from typing import Protocol
 
 from engine.errors import LoadError
 from engine.weights.checkpoint import Checkpoint
@@ -16,27 +16,42 @@ _HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|attn\.bias)")
 """Buffers that older exports stored although they follow from the configuration."""
 
 
+class Place(Protocol):
+    """Where one tensor of a checkpoint goes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the tensor must have."""
+
+    def fill(self, checkpoint: Checkpoint, name: str) -> None:
+        """Take the tensor's values.
+
+        Raises:
+            LoadError: the tensor's data is damaged or of a type that cannot be decoded.
+        """
+
+
 def assign(
-    checkpoint: Checkpoint, targets: Mapping[str, Tensor], tied_head: bool, loaded: Callable[[float], None]
+    checkpoint: Checkpoint, targets: Mapping[str, Place], tied_head: bool, loaded: Callable[[float], None]
 ) -> None:
-    """Copy every tensor of `checkpoint` into the target of its name, one at a time.
+    """Put every tensor of `checkpoint` into the place of its name, one at a time.
 
     Args:
-        targets: name -> memory to fill; several may be views into one fused tensor.
+        targets: name -> the place to fill; several may be parts of one fused matrix.
         tied_head: the head is the embedding, so a stored copy of it is not read.
         loaded: told the share of all elements that is in place, 0..1.
 
     Raises:
-        LoadError: a tensor is missing, extra or misshapen; nothing has been copied then.
+        LoadError: a tensor is missing, extra or misshapen; nothing has been filled then.
     """
     names = set(checkpoint.names())
     _check_names(names, set(targets), tied_head)
     _check_shapes(checkpoint, targets)
-    total = sum(target.numel() for target in targets.values())
+    total = sum(math.prod(target.shape) for target in targets.values())
     done = 0
     for name, target in targets.items():
-        checkpoint.copy_into(name, target)
-        done += target.numel()
+        target.fill(checkpoint, name)
+        done += math.prod(target.shape)
         loaded(done / total)
 
 
@@ -48,9 +63,9 @@ def _check_names(names: set[str], wanted: set[str], tied_head: bool) -> None:
         raise LoadError("checkpoint and model differ: " + "; ".join(told))
 
 
-def _check_shapes(checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> None:
+def _check_shapes(checkpoint: Checkpoint, targets: Mapping[str, Place]) -> None:
     for name, target in targets.items():
-        stored, wanted = checkpoint.shape(name), tuple(target.shape)
+        stored, wanted = checkpoint.shape(name), target.shape
         if stored != wanted:
             raise LoadError(f"tensor {name} is {list(stored)} in the checkpoint, the model needs {list(wanted)}")
 

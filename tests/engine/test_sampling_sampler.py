@@ -95,6 +95,27 @@ def test_equal_logits_at_successive_positions_are_drawn_afresh() -> None:
     assert len(drawn) > 40
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.5),
+        SamplingParams(temperature=1.5, top_p=0.95),
+        SamplingParams(top_k=40, top_p=0.9),
+        SamplingParams(temperature=1.5, min_p=0.02),
+        SamplingParams(typical_p=0.9),
+    ],
+)
+def test_a_seeds_text_survives_noise_in_the_logits(params: SamplingParams) -> None:
+    """200 tokens from 8,000, as another batch shape would compute them: off by some 1e-6 each."""
+    texts = []
+    for noise in (0.0, 1e-6):
+        sampler = Sampler(1, 8_000, CPU)
+        sampler.start(SlotStart(0, replace(params, seed=21), 0, (1, 2)))
+        rows = (step_logits(step, 8_000) + step_logits(step + 1_000, 8_000) * noise for step in range(200))
+        texts.append([sampler.sample([0], row[None])[0].token_id for row in rows])
+    assert texts[0] == texts[1]
+
+
 def test_at_temperature_zero_seed_and_choice_do_not_matter() -> None:
     assert run(replace(GREEDY, seed=1), choice=0) == run(replace(GREEDY, seed=2), choice=3)
 

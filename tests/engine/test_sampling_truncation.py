@@ -13,7 +13,10 @@ from transformers.generation.logits_process import (
 )
 
 from engine.sampling import truncation
-from engine.sampling.draw import MAX_SMALL_K, NUCLEUS_WIDTHS, Cut, draw, truncate_and_draw
+from engine.sampling.draw import MAX_SMALL_K, Cut, truncate_and_draw
+from engine.sampling.race import Race
+from engine.sampling.rng import race_keys
+from tests.fakes.races import RACES
 
 INF = math.inf
 
@@ -69,80 +72,105 @@ def test_dropped_tokens_stay_dropped_and_count_for_nothing() -> None:
     assert kept(truncation.typical_p(x, torch.tensor([0.999]).double())) == [[1, 3]]
 
 
-def cut_of(num_rows: int, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Cut:
-    uniform = (np.arange(num_rows) + 0.5) / num_rows
+def test_typical_p_that_rounding_puts_out_of_reach_drops_nothing() -> None:
+    x = random_logits(4, 300, 2.0)
+    assert torch.equal(truncation.typical_p(x, torch.full((4,), 1.0 - 1e-16, dtype=torch.float64)), x)
+
+
+@pytest.mark.parametrize("vocab", [12_288, 12_345])
+@pytest.mark.parametrize("width", [1, 3, 40, 600])
+@pytest.mark.parametrize("steps_per_unit", [2, 64, 1e6])
+def test_narrow_keeps_what_top_k_keeps_with_few_ties_or_many(vocab: int, width: int, steps_per_unit: float) -> None:
+    x = (random_logits(12, vocab, 2.0) * steps_per_unit).round() / steps_per_unit
+    x[0, 100:] = -INF  # fewer than some widths
+    x[1, 1:] = -INF
+    values, columns = truncation.narrow(x, width)
+    assert (columns.diff(dim=-1) > 0).all()
+    assert torch.equal(values, x.gather(-1, columns))
+    held = torch.full_like(x, -INF).scatter(-1, columns, values)
+    assert torch.equal(held, truncation.top_k(x, torch.full((12,), width)))
+
+
+def test_narrow_finds_ties_outside_the_most_promising_groups() -> None:
+    """The highest of many groups are equal; the lowest ids of all must be found, wherever the rest of them are."""
+    x = torch.zeros(2, 12_800)
+    x[0, 63::64] = 1.0
+    x[1, 12_000:] = 1.0
+    _, columns = truncation.narrow(x, 4)
+    assert columns.tolist() == [[63, 127, 191, 255], [12_000, 12_001, 12_002, 12_003]]
+
+
+def cut_of(num_rows: int, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0) -> Cut:
+    seeds, zeros = np.arange(seed, seed + num_rows), np.zeros(num_rows, dtype=np.int64)
     full = np.full(num_rows, 0.0)
-    return Cut(np.full(num_rows, top_k, dtype=np.int64), full + top_p, full + min_p, uniform)
+    keys = race_keys(seeds, zeros, zeros)
+    return Cut(np.full(num_rows, top_k, dtype=np.int64), full + top_p, full + min_p, keys)
 
 
-def slowly(x: torch.Tensor, cut: Cut) -> list[int]:
-    """The plain steps over the whole vocabulary, drawn from one running sum."""
+def slowly(x: torch.Tensor, cut: Cut, race: Race) -> torch.Tensor:
+    """The plain steps over the whole vocabulary, then the draw."""
     if cut.top_k[0]:
         x = truncation.top_k(x, torch.from_numpy(cut.top_k))
     if cut.top_p[0] < 1.0:
         x = truncation.top_p(x, torch.from_numpy(cut.top_p))
-    x = truncation.min_p(x, torch.from_numpy(cut.min_p))
-    sums = (x - x.amax(-1, keepdim=True)).exp().double().cumsum(-1)
-    return (sums <= torch.from_numpy(cut.uniform)[:, None] * sums[:, -1:]).sum(-1).tolist()
+    return race.winners(truncation.min_p(x, torch.from_numpy(cut.min_p)), cut.keys)[0]
 
 
-VOCAB = NUCLEUS_WIDTHS[-1] + 900
+VOCAB = 12_345
 CUTS = [
     {},
     {"min_p": 0.02},
+    {"min_p": 1.0},
     {"top_k": 1},
     {"top_k": 40},
     {"top_k": 40, "top_p": 0.8, "min_p": 0.05},
-    {"top_k": MAX_SMALL_K + 1, "top_p": 0.8},
+    {"top_k": MAX_SMALL_K + 1},
+    {"top_k": MAX_SMALL_K + 1, "top_p": 0.8, "min_p": 0.001},
+    {"top_p": 1e-9},
     {"top_p": 0.2},
     {"top_p": 0.9},
     {"top_p": 0.97, "min_p": 0.001},
     {"top_p": 0.9999},
 ]
 
+race_of_each_kind = pytest.mark.parametrize("race", RACES.values(), ids=RACES)
 
+
+@race_of_each_kind
 @pytest.mark.parametrize("settings", CUTS)
 @pytest.mark.parametrize("scale", [0.0, 0.2, 2.0, 8.0])
-def test_the_fast_ways_draw_what_the_whole_vocabulary_would(settings: dict[str, float], scale: float) -> None:
-    """From a distribution without any shape (no candidate set holds its nucleus) to one of a few tokens."""
-    x = random_logits(24, VOCAB, scale)
-    cut = cut_of(24, **settings)
-    tokens, peaks = truncate_and_draw(x.clone(), cut)
-    assert tokens.tolist() == slowly(x, cut)
-    assert torch.equal(peaks, x.amax(-1))
+def test_the_fast_ways_draw_what_the_whole_vocabulary_would(
+    race: Race, settings: dict[str, float], scale: float
+) -> None:
+    """From a distribution without any shape to one of a few tokens; also where many logits are equal."""
+    for x in (random_logits(24, VOCAB, scale), random_logits(24, VOCAB, scale, seed=1).mul(4).round() / 4):
+        cut = cut_of(24, **settings, seed=int(10 * scale))
+        tokens, peaks = truncate_and_draw(x.clone(), cut, race)
+        assert torch.equal(tokens, slowly(x, cut, race))
+        assert torch.equal(peaks, x.amax(-1))
 
 
-def test_rows_of_all_kinds_in_one_batch_draw_as_they_do_alone() -> None:
+@race_of_each_kind
+def test_rows_of_all_kinds_in_one_batch_draw_as_they_do_alone(race: Race) -> None:
     parts = [cut_of(4, **settings) for settings in CUTS]
-    columns = ("top_k", "top_p", "min_p", "uniform")
+    columns = ("top_k", "top_p", "min_p", "keys")
     together = Cut(*(np.concatenate([getattr(part, name) for part in parts]) for name in columns))
     x = random_logits(4 * len(CUTS), VOCAB, 1.5)
-    tokens, _ = truncate_and_draw(x.clone(), together)
+    tokens, _ = truncate_and_draw(x.clone(), together, race)
     for row in range(x.shape[0]):
-        alone, _ = truncate_and_draw(x[row : row + 1].clone(), together.take(np.array([row])))
+        alone, _ = truncate_and_draw(x[row : row + 1].clone(), together.take(np.array([row])), race)
         assert alone.item() == tokens[row]
 
 
-@pytest.mark.parametrize("width", [1, 2, 255, 256, 257, 1000])
-def test_draw_inverts_the_cumulative_distribution(width: int) -> None:
-    """Equal weights: the column is the uniform number times the width, also at its ends and chunk borders."""
-    uniform = torch.tensor([2.0**-53, 0.25, 0.5, 0.75, 1.0 - 2.0**-53], dtype=torch.float64)
-    columns, _ = draw(torch.zeros(5, width), uniform)
-    assert columns.tolist() == [math.floor(u * width) for u in uniform.tolist()]
-
-
-def test_a_uniform_that_rounding_brought_to_1_draws_the_last_possible_token() -> None:
-    x = torch.tensor([[0.0, 1.0, 0.5, -INF, -INF]])
-    assert draw(x, torch.ones(1, dtype=torch.float64))[0].tolist() == [2]
-    x = torch.full((1, 700), -INF)
-    x[0, [3, 300]] = 0.0
-    assert draw(x, torch.ones(1, dtype=torch.float64))[0].tolist() == [300]
-
-
-def test_draw_skips_what_underflowed() -> None:
-    """One possible token between thousands whose probability underflows, at the ends of chunks and of the row."""
-    for place in (0, 255, 256, 511, 699):
-        x = torch.full((3, 700), -200.0)
-        x[:, place] = 0.0
-        columns, _ = draw(x, torch.tensor([1e-300, 0.5, 1.0 - 2.0**-53], dtype=torch.float64))
-        assert columns.tolist() == [place] * 3
+@race_of_each_kind
+def test_a_nucleus_is_drawn_from_as_often_as_its_probabilities_say(race: Race) -> None:
+    """Where most first winners are outside of it: 0.3 of a mild slope. Chi-square over 20,000 draws, p = 1e-5."""
+    slope = torch.linspace(1.0, 0.0, 60)
+    tokens, _ = truncate_and_draw(slope.repeat(20_000, 1), cut_of(20_000, top_p=0.3), race)
+    inside = truncation.top_p(slope[None], torch.tensor([0.3]).double())[0].isfinite()
+    size = int(inside.sum())
+    assert inside[:size].all()
+    expected = torch.softmax(slope[:size].double(), dim=-1) * 20_000
+    counts = torch.bincount(tokens, minlength=60)
+    assert counts[size:].sum() == 0
+    assert ((counts[:size] - expected) ** 2 / expected).sum() < size + 4.3 * (2 * size) ** 0.5 + 10

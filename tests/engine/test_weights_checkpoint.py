@@ -231,7 +231,7 @@ def test_harmless_leftovers_are_accepted(tmp_path: Path) -> None:
 def test_weight_bytes_are_known_before_and_equal_after(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     source = resolve_model(str(make_tiny_model(family, tmp_path)))
     decoder = load_decoder(source, dtype, CPU, no_progress)
-    assert decoder.weight_bytes == weight_bytes_of(read_spec(source), dtype)
+    assert decoder.weight_bytes == weight_bytes_of(source, dtype, CPU, no_progress)
     stored = sum(tensor.numel() for tensor in load_file(tmp_path / "model.safetensors").values())
     assert decoder.weight_bytes == stored * dtype.itemsize
 
@@ -239,8 +239,8 @@ def test_weight_bytes_are_known_before_and_equal_after(family: str, dtype: torch
 def test_progress_rises_to_one(folder: Path) -> None:
     told: list[tuple[str, float]] = []
     load_decoder(resolve_model(str(folder)), torch.float32, CPU, lambda phase, done: told.append((phase, done)))
-    fractions = [done for _, done in told]
-    assert {phase for phase, _ in told} == {"loading weights"}
+    fractions = [done for phase, done in told if phase == "loading weights"]
+    assert {phase for phase, _ in told} <= {"compiling native kernels", "loading weights"}
     assert fractions == sorted(fractions)
     assert (fractions[0], fractions[-1], len(fractions)) == (0.0, 1.0, 22)
 

@@ -8,6 +8,7 @@ what a request must answer.
 
 import asyncio
 import hashlib
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -122,14 +123,17 @@ class FakeEngine:
             self.in_flight = False
 
     def step_sync(self, batch: Batch) -> StepOutput:
-        assert batch.rows, "an empty batch"
+        assert batch.rows or batch.saves, "an empty batch"
         assert len({row.slot for row in batch.rows}) == len(batch.rows), "a slot has two rows"
         for start in batch.starts:
             self.slots[start.slot] = Slot(start, list(start.output_ids))
+        saved = tuple(pickle.dumps(self.memory[block_id]) for block_id in batch.saves)
+        for load in batch.loads:
+            self.memory[load.block_id] = pickle.loads(load.data)
         for copy in batch.copies:
             self.memory[copy.target_id] = dict(self.memory.get(copy.source_id, {}))
         self._write_all(batch.rows)
-        return StepOutput(batch.step, tuple(self._run(row) for row in batch.rows), self.latency_s)
+        return StepOutput(batch.step, tuple(self._run(row) for row in batch.rows), self.latency_s, saved)
 
     def _write_all(self, rows: Sequence[Row]) -> None:
         written: dict[int, int] = {}

@@ -1,12 +1,13 @@
 """Writes a folder made by `tiny_models` as a GGUF file, the way llama.cpp's converter does, row order included."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+from gguf import GGMLQuantizationType as QType
 from safetensors.torch import load_file
 
 _NAMES = {
@@ -31,12 +32,13 @@ def write_gguf(
     folder: Path,
     path: Path,
     *,
-    qtype: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    qtype: QType | Callable[[str], QType] = QType.F32,
     metadata: Mapping[str, Any] | None = None,
     rope_factors: np.ndarray | None = None,
 ) -> Path:
     """Convert the model of `folder`; matrices become `qtype` where their rows are whole blocks, the rest stays float32.
 
+    `qtype` may depend on the tensor's GGUF name.
     `metadata` adds keys below the architecture's prefix, such as `{"rope.scaling.type": "yarn"}`.
     """
     config = json.loads((folder / "config.json").read_text())
@@ -52,7 +54,8 @@ def write_gguf(
         values = tensor.float().numpy()
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             values = _permute(values, config["head_dim"])
-        _add_tensor(writer, _gguf_name(name), values, qtype)
+        own_name = _gguf_name(name)
+        _add_tensor(writer, own_name, values, qtype if isinstance(qtype, QType) else qtype(own_name))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -119,9 +122,9 @@ def _permute(values: np.ndarray, head_dim: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
 
 
-def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, qtype: gguf.GGMLQuantizationType) -> None:
+def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, qtype: QType) -> None:
     block_size, _ = gguf.GGML_QUANT_SIZES[qtype]
-    if values.ndim == 1 or values.shape[-1] % block_size or qtype == gguf.GGMLQuantizationType.F32:
+    if values.ndim == 1 or values.shape[-1] % block_size or qtype == QType.F32:
         writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float32))
     else:
         writer.add_tensor(name, gguf.quants.quantize(values, qtype), raw_dtype=qtype)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.layout import KVLayout
+from kvpool.quant import LARGEST_CODE, quantize
 from kvpool.storage import KVStorage
 from kvpool.table import BlockCopy
 
@@ -110,3 +111,94 @@ def test_more_copies_than_one_run_holds() -> None:
     expected[100:] = expected[:100]
     storage.copy_blocks([BlockCopy(i, 100 + i) for i in range(100)])
     assert torch.equal(storage.data, expected)
+
+
+# -------------------------------------------------------------------------------------------------- quantized pools
+
+QUANTIZED = list(LARGEST_CODE)
+
+
+def make_quantized(dtype: torch.dtype, num_blocks: int = 6, block_size: int = 4) -> KVStorage:
+    storage = KVStorage(KVLayout(3, 2, 6, block_size, 1, 2), num_blocks, dtype, CPU)
+    storage.blocks.copy_(torch.randint(0, 120, storage.blocks.shape, generator=torch.Generator().manual_seed(5)))
+    return storage
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 2, 1), (30, 3, 64, 16), (2, 8, 128, 3), (5, 2, 5, 7)], ids=str)
+def test_quantized_bytes_equal_the_formula(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    num_layers, num_kv_heads, head_dim, block_size = shape
+    storage = KVStorage(KVLayout(*shape, 1, 2), 7, dtype, CPU)
+    assert storage.allocated_bytes == 7 * block_size * 2 * num_layers * num_kv_heads * (head_dim + 2)
+    assert storage.allocated_bytes == 7 * storage.layout.bytes_per_block
+    assert storage.data.shape == (7, num_layers, 2, block_size, num_kv_heads, head_dim)
+    assert storage.dtype == dtype
+    assert storage.scales is not None
+    assert storage.scales.shape == storage.data.shape[:-1]
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
+def test_codes_and_scales_fill_the_allocation_without_overlap(dtype: torch.dtype) -> None:
+    storage = make_quantized(dtype)
+    assert storage.scales is not None
+    storage.blocks.zero_()
+    storage.data.view(torch.uint8).fill_(1)
+    storage.scales.fill_(0.0)
+    assert storage.blocks.sum() == storage.data.numel()
+    storage.scales.view(torch.int16).fill_(0x0101)
+    assert (storage.blocks == 1).all()
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_a_write_quantizes_each_head_of_each_token_where_its_slot_says(dtype: torch.dtype, block_size: int) -> None:
+    storage = make_quantized(dtype, block_size=block_size)
+    before = storage.blocks.clone()
+    slots = torch.randperm(6 * block_size, generator=torch.Generator().manual_seed(0))[:5]
+    k, v = torch.randn(2, 5, 2, 6)
+    storage.write(1, slots, k, v)
+    assert storage.scales is not None
+    for token, slot in enumerate(slots.tolist()):
+        place = (slot // block_size, 1, slice(None), slot % block_size)
+        codes, scales = quantize(torch.stack((k[token], v[token])), dtype)
+        assert torch.equal(storage.data[place].view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(storage.scales[place], scales)
+    untouched = make_quantized(dtype, block_size=block_size)
+    assert untouched.scales is not None
+    for slot in slots.tolist():
+        place = (slot // block_size, 1, slice(None), slot % block_size)
+        untouched.data[place], untouched.scales[place] = storage.data[place], storage.scales[place]
+    assert torch.equal(storage.blocks, untouched.blocks)
+    assert not torch.equal(storage.blocks, before)
+
+
+@pytest.mark.parametrize("dtype", [*QUANTIZED, torch.float32], ids=str)
+def test_rows_read_back_what_was_written(dtype: torch.dtype) -> None:
+    storage = make_storage() if dtype == torch.float32 else make_quantized(dtype)
+    k, v = torch.randn(2, 5, *storage.data.shape[-2:])
+    slots = torch.tensor([4, 9, 0, 23, 10])
+    storage.write(2, slots, k, v)
+    rows = storage.rows_of(slots) + 2 * storage.layer_stride
+    tolerance = {torch.float32: 0.0, torch.int8: 0.015, torch.float8_e4m3fn: 0.12}[dtype]
+    torch.testing.assert_close(storage.read_rows(rows), k, atol=tolerance, rtol=0)
+    torch.testing.assert_close(storage.read_rows(rows + storage.layout.block_size), v, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
+def test_a_block_is_copied_with_its_scales(dtype: torch.dtype) -> None:
+    storage = make_quantized(dtype)
+    expected = storage.blocks.clone()
+    expected[5], expected[0] = expected[2], expected[4]
+    storage.copy_blocks([BlockCopy(2, 5), BlockCopy(4, 0)])
+    assert torch.equal(storage.blocks, expected)
+    assert storage.blocks[3].is_contiguous()
+    assert storage.blocks[3].numel() == storage.layout.bytes_per_block
+
+
+def test_codes_without_a_place_for_scales_are_refused() -> None:
+    with pytest.raises(ValueError, match="no quantized KV cache"):
+        KVStorage(KVLayout(1, 1, 2, 1, 1, 2), 1, torch.uint8, CPU)
+    with pytest.raises(ValueError, match="2 bytes, not 4"):
+        KVStorage(KVLayout(1, 1, 2, 1, 1, 4), 1, torch.int8, CPU)
+    with pytest.raises(ValueError, match="even number"):
+        KVStorage(KVLayout(1, 1, 5, 1, 1, 2), 1, torch.int8, CPU)

@@ -1,0 +1,224 @@
+// Small vector vocabulary for all kernels: fixed-width float vectors, conversions of storage types, and exp.
+// Knows nothing of models. The instruction set is chosen by compiler flags (one shared library per level), so the
+// code is written once, in GCC vector extensions; only conversions name intrinsics, behind feature macros.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+namespace quire {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float vfloat __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef int32_t vint __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+
+inline vfloat load(const float* p) { return *reinterpret_cast<const vfloat*>(p); }
+inline void store(float* p, vfloat v) { *reinterpret_cast<vfloat*>(p) = v; }
+inline vfloat splat(float x) { return x - vfloat{}; }
+
+inline vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
+
+// Horizontal sums and maxima, always added up in the same order. `reduce_add4` takes four vectors to four sums.
+#if defined(__AVX__)
+inline __m256 fold(vfloat v) {
+#if defined(__AVX512F__)
+  const __m512 whole = reinterpret_cast<__m512>(v);
+  const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(whole), 1));
+  return _mm256_add_ps(_mm512_castps512_ps256(whole), high);
+#else
+  return reinterpret_cast<__m256>(v);
+#endif
+}
+inline void reduce_add4(const vfloat* v, float* out) {
+  const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(fold(v[0]), fold(v[1])), _mm256_hadd_ps(fold(v[2]), fold(v[3])));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+}
+inline float reduce_add(vfloat v) {
+  const __m256 eight = fold(v);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+#else
+inline float reduce_add(vfloat v) {
+  float sum = v[0];
+  for (int i = 1; i < kLanes; ++i) sum += v[i];
+  return sum;
+}
+inline void reduce_add4(const vfloat* v, float* out) {
+  for (int i = 0; i < 4; ++i) out[i] = reduce_add(v[i]);
+}
+#endif
+inline float reduce_max(vfloat v) {
+  float top = v[0];
+  for (int i = 1; i < kLanes; ++i) top = v[i] > top ? v[i] : top;
+  return top;
+}
+
+// exp(x) for x <= 0 (softmax arguments): 2^n * p(r), |relative error| < 3e-7; exactly 0 below -87.
+inline vfloat exp_nonpositive(vfloat x) {
+  const vfloat log2e = splat(1.44269504f);
+  vfloat clamped = x < splat(-87.0f) ? splat(-87.0f) : x;
+  vint whole = __builtin_convertvector(clamped * log2e - splat(0.5f), vint);  // truncation of a negative: nearest
+  vfloat n = __builtin_convertvector(whole, vfloat);
+  vfloat r = clamped - n * splat(0.693359375f) + n * splat(2.12194440e-4f);  // Cody-Waite split of ln 2
+  vfloat p = splat(1.9875691500e-4f);
+  p = p * r + splat(1.3981999507e-3f);
+  p = p * r + splat(8.3334519073e-3f);
+  p = p * r + splat(4.1665795894e-2f);
+  p = p * r + splat(1.6666665459e-1f);
+  p = p * r + splat(5.0000001201e-1f);
+  p = p * r * r + r + splat(1.0f);
+  vfloat y = reinterpret_cast<vfloat>(reinterpret_cast<vint>(p) + (whole << 23));
+  return x < splat(-87.0f) ? vfloat{} : y;
+}
+
+// One half byte of every word, lowest first, as a float times half_byte_power(index). `index` should be a constant.
+#if defined(__AVX512F__)
+constexpr float half_byte_power(int) { return 1.0f; }
+inline vfloat widen_half_byte(vint words, int index) {
+  const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i shifted = _mm512_srli_epi32(reinterpret_cast<__m512i>(words), 4 * index);
+  return reinterpret_cast<vfloat>(_mm512_permutexvar_ps(shifted, table));  // looks at the low four bits only
+}
+#else
+constexpr float half_byte_power(int index) { return static_cast<float>(1 << 4 * (index < 7 ? index : 6)); }
+inline vfloat widen_half_byte(vint words, int index) {
+  return __builtin_convertvector(index < 7 ? words & (15 << 4 * index) : (words >> 4) & (15 << 24), vfloat);
+}
+#endif
+
+// kLanes signed bytes as floats.
+inline vfloat widen_int8(const int8_t* p) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<vfloat>(
+      _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+#elif defined(__AVX2__)
+  return reinterpret_cast<vfloat>(
+      _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))));
+#else
+  vfloat y;
+  for (int i = 0; i < kLanes; ++i) y[i] = p[i];
+  return y;
+#endif
+}
+
+// kLanes unsigned bytes as words.
+inline vint widen_uint8(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<vint>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return reinterpret_cast<vint>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  vint y;
+  for (int i = 0; i < kLanes; ++i) y[i] = p[i];
+  return y;
+#endif
+}
+
+// Storage element types, as the caller numbers them.
+enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kFloat8E4M3 = 4 };
+
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+inline float to_float(float x) { return x; }
+inline float to_float(BFloat16 x) {
+  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+inline float to_float(Float16 x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x.bits);
+#else
+  uint32_t sign = (x.bits & 0x8000u) << 16, exponent = (x.bits >> 10) & 31u, mantissa = x.bits & 1023u, bits;
+  if (exponent == 31) {
+    bits = sign | 0x7f800000u | (mantissa << 13);
+  } else if (exponent == 0) {
+    float y = static_cast<float>(mantissa) * 5.9604644775390625e-8f;  // subnormal: mantissa * 2^-24
+    return sign ? -y : y;
+  } else {
+    bits = sign | ((exponent + 112u) << 23) | (mantissa << 13);
+  }
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+#endif
+}
+
+inline void from_float(float x, float* out) { *out = x; }
+inline void from_float(float x, BFloat16* out) {  // round to nearest even; NaN stays NaN
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {
+    out->bits = static_cast<uint16_t>((bits >> 16) | 64u);
+  } else {
+    out->bits = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  }
+}
+inline void from_float(float x, Float16* out) {
+#if defined(__F16C__)
+  out->bits = _cvtss_sh(x, 0);
+#else
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  uint32_t sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude >= 0x7f800000u) {
+    out->bits = static_cast<uint16_t>(sign | 0x7c00u | (magnitude > 0x7f800000u ? 0x200u : 0u));
+  } else if (magnitude >= 0x477ff000u) {
+    out->bits = static_cast<uint16_t>(sign | 0x7c00u);
+  } else if (magnitude < 0x38800000u) {  // subnormal or zero: let float addition round at 2^-24
+    float y;
+    std::memcpy(&y, &magnitude, 4);
+    y += 0.5f;
+    uint32_t rounded;
+    std::memcpy(&rounded, &y, 4);
+    out->bits = static_cast<uint16_t>(sign | (rounded - 0x3f000000u));
+  } else {
+    uint32_t rounded = magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u);
+    out->bits = static_cast<uint16_t>(sign | (rounded >> 13));
+  }
+#endif
+}
+
+// `count` elements of any storage type as floats.
+inline void widen(const float* source, float* target, int count) { std::memcpy(target, source, sizeof(float) * count); }
+inline void widen(const BFloat16* source, float* target, int count) {
+  for (int i = 0; i < count; ++i) target[i] = to_float(source[i]);
+}
+inline void widen(const Float16* source, float* target, int count) {
+  int i = 0;
+#if defined(__F16C__)
+  for (; i + 8 <= count; i += 8) {
+    __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
+    _mm256_storeu_ps(target + i, _mm256_cvtph_ps(half));
+  }
+#endif
+  for (; i < count; ++i) target[i] = to_float(source[i]);
+}
+
+// kLanes half floats.
+inline vfloat load_half(const Float16* p) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<vfloat>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__F16C__)
+  return reinterpret_cast<vfloat>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
+  vfloat y;
+  for (int i = 0; i < kLanes; ++i) y[i] = to_float(p[i]);
+  return y;
+#endif
+}
+
+}  // namespace quire

@@ -1,0 +1,162 @@
+"""Parameters stored for the native CPU kernels: every matrix packed, in the smallest form that keeps its values.
+
+    quantization   quantized tensors          float tensors
+    auto           kept as they are stored    bfloat16 or float16 where that loses nothing, else float32
+    none           widened to float32         the same
+    int8, int4     rounded anew               rounded to 8 or 4 bits in groups of 32
+
+Embedding and head keep 8 bits under int4: they are the most sensitive matrices. Arithmetic is float32 in every case.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from engine.models.layers import Embedding, Linear
+from engine.models.parameters import TensorPlace
+from engine.quant.affine import (
+    GROUP_SIZE,
+    AffineForm,
+    AffineWeight,
+    DenseForm,
+    Form,
+    dense,
+    half_scales_suffice,
+    quantize,
+)
+from engine.quant.panels import PackedEmbedding, PackedLinear, StackedLinear
+from engine.weights.assign import Place
+from engine.weights.checkpoint import Checkpoint
+
+QUANTIZED_BITS = {"int8": 8, "int4": 4}
+"""The quantizations that round at load, and to how many bits."""
+
+FLOAT32 = DenseForm(torch.float32)
+BFLOAT16 = DenseForm(torch.bfloat16)
+
+_MAX_CHUNK_ELEMENTS = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlace:
+    """Rows `first_row ...` of a packed matrix, filled some rows at a time."""
+
+    matrix: PackedLinear
+    first_row: int
+    num_rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return (self.num_rows, self.matrix.num_inputs)
+
+    def fill(self, checkpoint: Checkpoint, name: str) -> None:
+        """Read rows, bring them into the matrix's form, pack them."""
+        for start, end in _chunks(*self.shape):
+            self.matrix.fill(self.first_row + start, _converted(checkpoint.read(name, start, end), self.matrix.form))
+
+
+class PackedParameters:
+    """Packed matrices for the weights of `checkpoint`; `Parameters`. Their forms follow from what is stored there.
+
+    With `device` "meta" nothing is allocated and no weight is read, so bytes that only reading can save are counted.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, checkpoint: Checkpoint, quantization: str, device: torch.device) -> None:
+        self._checkpoint = checkpoint
+        self._stored = set(checkpoint.names())
+        self._quantization = quantization
+        self.device = device
+        self.places: dict[str, Place] = {}
+        self.nbytes = 0
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """See `Parameters`."""
+        tensor = torch.empty(size, dtype=self.dtype, device=self.device)
+        self.places[name] = TensorPlace(tensor)
+        self.nbytes += tensor.nbytes
+        return tensor
+
+    def linear(self, name: str, num_outputs: Mapping[str, int], num_inputs: int, bias: bool) -> Linear:
+        """See `Parameters`. Neighbours of one form become one matrix."""
+        forms = {part: self._form(f"{name}.{part}.weight", num_inputs, self._bits) for part in num_outputs}
+        matrices = []
+        for form, parts in groupby(num_outputs, forms.__getitem__):
+            matrices.append(
+                self._matrix(form, {f"{name}.{part}": num_outputs[part] for part in parts}, num_inputs, bias)
+            )
+        return matrices[0] if len(matrices) == 1 else StackedLinear(tuple(matrices))
+
+    def embedding(self, name: str, num_rows: int, size: int) -> tuple[Embedding, Linear]:
+        """See `Parameters`."""
+        matrix = self.head(name.removesuffix(".weight"), num_rows, size)
+        return PackedEmbedding(matrix), matrix
+
+    def head(self, name: str, num_outputs: int, num_inputs: int) -> PackedLinear:
+        """See `Parameters`."""
+        form = self._form(f"{name}.weight", num_inputs, 8 if self._bits else None)
+        return self._matrix(form, {name: num_outputs}, num_inputs, bias=False)
+
+    @property
+    def _bits(self) -> int | None:
+        """To round to, if at all."""
+        return QUANTIZED_BITS.get(self._quantization)
+
+    def _matrix(self, form: Form, num_rows: Mapping[str, int], num_inputs: int, bias: bool) -> PackedLinear:
+        total = sum(num_rows.values())
+        matrix = PackedLinear.allocate(form, total, num_inputs, bias, self.device.type)
+        first = 0
+        for name, count in num_rows.items():
+            self.places[f"{name}.weight"] = PackedPlace(matrix, first, count)
+            if matrix.bias is not None:
+                self.places[f"{name}.bias"] = TensorPlace(matrix.bias[first : first + count])
+            first += count
+        self.nbytes += matrix.nbytes
+        return matrix
+
+    def _form(self, name: str, num_inputs: int, bits: int | None) -> Form:
+        """The form to keep a tensor in. A tensor that is missing or misshapen is told later, when all are assigned."""
+        if name not in self._stored or self._checkpoint.shape(name)[1:] != (num_inputs,):
+            return FLOAT32
+        if bits is not None and num_inputs % GROUP_SIZE == 0:
+            halves = self._holds(name, lambda rows: half_scales_suffice(rows, bits))
+            return AffineForm(bits, GROUP_SIZE, torch.float16 if halves else torch.float32, has_minimums=bits == 4)
+        stored = self._checkpoint.form(name)
+        if isinstance(stored, AffineForm):
+            return stored if self._quantization == "auto" and num_inputs % GROUP_SIZE == 0 else FLOAT32
+        if stored == FLOAT32 and self._holds(name, _is_bfloat16):
+            return BFLOAT16
+        return stored
+
+    def _holds(self, name: str, predicate: Callable[[Tensor], bool]) -> bool:
+        """Whether all of a stored matrix satisfies `predicate`; False where nothing is read."""
+        if self.device.type == "meta":
+            return False
+        chunks = _chunks(*self._checkpoint.shape(name))
+        return all(predicate(dense(self._checkpoint.read(name, start, end))) for start, end in chunks)
+
+
+def _chunks(num_rows: int, num_columns: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of a few million elements each."""
+    step = max(1, _MAX_CHUNK_ELEMENTS // num_columns)
+    return ((start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+
+
+def _converted(rows: Tensor | AffineWeight, form: Form) -> Tensor | AffineWeight:
+    """Rows in another form: as they are if it is theirs already, else widened and rounded to it."""
+    if isinstance(rows, AffineWeight) and rows.form == form:
+        return rows
+    values = dense(rows)
+    if isinstance(form, DenseForm):
+        return values.to(form.dtype)
+    return quantize(values, form.bits, form.scale_dtype)
+
+
+def _is_bfloat16(values: Tensor) -> bool:
+    """Whether bfloat16 holds every float32 of `values` exactly: the lower half of its bits is zero."""
+    return not bool((values.contiguous().view(torch.int32) & 0xFFFF).any())

@@ -1,0 +1,116 @@
+"""Affine quantization in groups along the input, as plain tensors: what GGUF's simple types and our own share.
+
+    value[o, i] = scale[o, i // group] * q[o, i] + minimum[o, i // group]
+
+Knows numbers; knows no file format and no kernel layout. `dequantize` is the meaning of everything that uses it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GROUP_SIZE = 32
+_SMALLEST_NORMAL_HALF = 2.0**-14
+
+
+@dataclass(frozen=True, slots=True)
+class DenseForm:
+    """A matrix kept as numbers of `dtype`: float32, bfloat16 or float16."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class AffineForm:
+    """How a quantized matrix is kept.
+
+    Attributes:
+        bits: 4 or 8.
+        group_size: inputs that share a scale: 32, or 16 with 8 bits.
+        scale_dtype: float16 or float32, of scales and minimums.
+    """
+
+    bits: int
+    group_size: int
+    scale_dtype: torch.dtype
+    has_minimums: bool
+
+
+Form = DenseForm | AffineForm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AffineWeight:
+    """A quantized matrix `[out, in]`, `in` a multiple of the group size.
+
+    Attributes:
+        bits: 4 (q in 0..15 with minimums, in -8..7 without) or 8 (q in -128..127).
+        q: `[out, in]` int8.
+        scales: `[out, in / group]` float16 or float32.
+        minimums: the same shape and type, or None for none.
+    """
+
+    bits: int
+    q: Tensor
+    scales: Tensor
+    minimums: Tensor | None
+
+    @property
+    def form(self) -> AffineForm:
+        """How this matrix is kept."""
+        group_size = self.q.shape[1] // self.scales.shape[1]
+        return AffineForm(self.bits, group_size, self.scales.dtype, self.minimums is not None)
+
+    def dequantize(self) -> Tensor:
+        """`[out, in]` float32."""
+        grouped = self.q.view(*self.scales.shape, -1).float() * self.scales.float().unsqueeze(-1)
+        if self.minimums is not None:
+            grouped = grouped + self.minimums.float().unsqueeze(-1)
+        return grouped.view(self.q.shape)
+
+
+def dense(rows: Tensor | AffineWeight) -> Tensor:
+    """The numbers that stored rows stand for: a tensor as it is, a quantized matrix as float32."""
+    return rows.dequantize() if isinstance(rows, AffineWeight) else rows
+
+
+def quantize(weight: Tensor, bits: int, scale_dtype: torch.dtype = torch.float32) -> AffineWeight:
+    """Round a matrix `[out, in]` to the nearest affine form: symmetric for 8 bits, with a minimum for 4.
+
+    Raises:
+        ValueError: `in` is not a multiple of 32, or other bits.
+    """
+    grouped = _groups(weight)
+    scales, low = _scales_of(grouped, bits)
+    scales, low = scales.to(scale_dtype), None if low is None else low.to(scale_dtype)
+    shifted = grouped if low is None else grouped - low.float().unsqueeze(-1)
+    q = torch.round(shifted / scales.float().clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1))
+    bounds = (-127, 127) if low is None else (0, 15)
+    return AffineWeight(bits, q.clamp(*bounds).to(torch.int8).view(weight.shape), scales, low)
+
+
+def half_scales_suffice(weight: Tensor, bits: int) -> bool:
+    """Whether float16 holds the scales of `quantize(weight, bits)` to its full precision, and no minimum overflows."""
+    scales, low = _scales_of(_groups(weight), bits)
+    used = scales[scales > 0]
+    if not len(used):
+        return True
+    largest = scales.max() if low is None else torch.maximum(scales.max(), low.abs().max())
+    return bool((used.min() >= _SMALLEST_NORMAL_HALF) & (largest <= torch.finfo(torch.float16).max))
+
+
+def _groups(weight: Tensor) -> Tensor:
+    if weight.shape[1] % GROUP_SIZE:
+        raise ValueError(f"{weight.shape[1]} inputs are not whole groups of {GROUP_SIZE}")
+    return weight.float().view(weight.shape[0], -1, GROUP_SIZE)
+
+
+def _scales_of(grouped: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
+    """Scales and minimums `[out, groups]` of `[out, groups, 32]`."""
+    if bits == 8:
+        return grouped.abs().amax(-1) / 127, None
+    if bits == 4:
+        low = grouped.amin(-1)
+        return (grouped.amax(-1) - low) / 15, low
+    raise ValueError(f"bits must be 4 or 8, got {bits}")

@@ -1,0 +1,229 @@
+"""Weights packed for `csrc/matmul.cpp`, and the product with them. The layout is drawn in `csrc/matmul.h`.
+
+Products are float32 and equal those with the dequantized matrix up to the order of summation: packing changes how many
+bytes a product reads, never its meaning.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.native import load_native
+from engine.quant.affine import GROUP_SIZE, AffineForm, AffineWeight, DenseForm, Form
+
+PANEL_SIZE = 32
+_DENSE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_AFFINE_CODES = {(8, 32): 3, (4, 32): 4, (8, 16): 5}
+_SCALE_CODES = {torch.float32: -1, torch.float16: -2}
+
+
+class NativeMatrix(ctypes.Structure):
+    """`Matrix` of `csrc/matmul.h`, field by field. Points into tensors that somebody else keeps alive."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "scales", "mins", "bias")),
+        *((name, ctypes.c_int32) for name in ("num_inputs", "num_outputs", "format", "half_scales")),
+    )
+
+
+class _MatmulArgs(ctypes.Structure):
+    """`MatmulArgs` of `csrc/matmul.cpp`."""
+
+    _fields_ = (
+        ("matrix", NativeMatrix),
+        *((name, ctypes.c_void_p) for name in ("x", "y")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "y_stride")),
+        *((name, ctypes.c_int32) for name in ("rows", "num_threads")),
+    )
+
+
+class _LookUpArgs(ctypes.Structure):
+    """`LookUpArgs` of `csrc/matmul.cpp`."""
+
+    _fields_ = (
+        ("matrix", NativeMatrix),
+        *((name, ctypes.c_void_p) for name in ("ids", "y")),
+        ("count", ctypes.c_int64),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+class _PackArgs(ctypes.Structure):
+    """`PackArgs` of `csrc/pack.cpp`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("source", "target")),
+        *((name, ctypes.c_int64) for name in ("source_stride", "first_row")),
+        *((name, ctypes.c_int32) for name in ("num_rows", "num_columns", "padded_columns", "format")),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLinear:
+    """`x @ weight.T + bias` with a packed weight; takes and gives float32. Made empty by `allocate`, then filled.
+
+    Attributes:
+        num_outputs, num_inputs: of the matrix.
+        weights, scales, minimums: see `csrc/matmul.h`.
+        bias: `[num_outputs]` float32 or None.
+        native: the same as the kernels see it.
+    """
+
+    num_outputs: int
+    num_inputs: int
+    form: Form
+    weights: Tensor
+    scales: Tensor | None
+    minimums: Tensor | None
+    bias: Tensor | None
+    native: NativeMatrix
+    kernels: ctypes.CDLL = field(repr=False)
+
+    @classmethod
+    def allocate(
+        cls, form: Form, num_outputs: int, num_inputs: int, bias: bool = False, device: str = "cpu"
+    ) -> "PackedLinear":
+        """Zeros to be filled. On the `meta` device nothing is allocated, which is how bytes are counted.
+
+        Raises:
+            ValueError: quantized, and the inputs are not whole groups.
+            NativeUnavailable: there are no kernels here.
+        """
+        num_panels, num_groups = -(-num_outputs // PANEL_SIZE), -(-num_inputs // GROUP_SIZE)
+        size = num_panels * num_groups * GROUP_SIZE * PANEL_SIZE
+        scales = minimums = None
+        if isinstance(form, DenseForm):
+            weights = torch.zeros(size, dtype=form.dtype, device=device)
+        else:
+            if num_inputs % GROUP_SIZE:
+                raise ValueError(f"{num_inputs} inputs are not whole groups of {GROUP_SIZE}")
+            weights = torch.zeros(size * form.bits // 8, dtype=torch.uint8, device=device)
+            scales = torch.zeros(size // form.group_size, dtype=form.scale_dtype, device=device)
+            minimums = torch.zeros_like(scales) if form.has_minimums else None
+        biases = torch.zeros(num_outputs, device=device) if bias else None
+        tensors = (weights, scales, minimums, biases)
+        native = NativeMatrix(
+            *(None if part is None else part.data_ptr() for part in tensors),
+            *(num_inputs, num_outputs, _code(form), int(scales is not None and scales.dtype == torch.float16)),
+        )
+        return cls(num_outputs, num_inputs, form, *tensors, native, load_native())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are stored, and that a product reads."""
+        parts = (self.weights, self.scales, self.minimums, self.bias)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def fill(self, first_row: int, rows: Tensor | AffineWeight) -> None:
+        """Put rows `[n, in]`, in this matrix's own form, where they belong."""
+        if isinstance(rows, AffineWeight):
+            assert rows.form == self.form, f"{rows.form} into {self.form}"
+            assert self.scales is not None
+            shifted = rows.q + 8 if rows.bits == 4 and rows.minimums is None else rows.q
+            self._pack(shifted, self.weights, first_row, self.native.format)
+            self._pack(rows.scales, self.scales, first_row, _SCALE_CODES[rows.scales.dtype])
+            if rows.minimums is not None and self.minimums is not None:
+                self._pack(rows.minimums, self.minimums, first_row, _SCALE_CODES[rows.minimums.dtype])
+        else:
+            assert DenseForm(rows.dtype) == self.form, f"{rows.dtype} into {self.form}"
+            self._pack(rows, self.weights, first_row, self.native.format)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, in] -> [T, out]`, float32."""
+        y = torch.empty((x.shape[0], self.num_outputs), dtype=torch.float32)
+        self.multiply_into(x, y)
+        return y
+
+    def multiply_into(self, x: Tensor, y: Tensor) -> None:
+        """The same into `y` `[T, out]`, which may be some columns of a wider tensor."""
+        assert x.dtype == y.dtype == torch.float32, "packed products are float32"
+        assert x.shape[1] == self.num_inputs, f"{x.shape[1]} inputs for a matrix of {self.num_inputs}"
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        args = _MatmulArgs(
+            *(self.native, x.data_ptr(), y.data_ptr(), x.stride(0), y.stride(0)),
+            *(x.shape[0], torch.get_num_threads()),
+        )
+        if self.kernels.quire_matmul(ctypes.byref(args)) != 0:
+            raise TypeError(f"no native product for {self.form}")
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Rows of the matrix, as an embedding: `[T]` int64 -> `[T, in]` float32.
+
+        Raises:
+            IndexError: an id outside the matrix.
+        """
+        ids = ids.contiguous()
+        y = torch.empty((ids.shape[0], self.num_inputs), dtype=torch.float32)
+        args = _LookUpArgs(self.native, ids.data_ptr(), y.data_ptr(), ids.shape[0], torch.get_num_threads())
+        status = self.kernels.quire_look_up(ctypes.byref(args))
+        if status == 2:
+            raise IndexError(f"a token id is outside the vocabulary of {self.num_outputs}")
+        if status != 0:
+            raise TypeError(f"no native look-up for {self.form}")
+        return y
+
+    def _pack(self, source: Tensor, target: Tensor, first_row: int, code: int) -> None:
+        num_rows, num_columns = source.shape
+        assert first_row + num_rows <= self.num_outputs
+        source = source.contiguous()
+        padded = -(-num_columns // GROUP_SIZE) * GROUP_SIZE if target is self.weights else num_columns
+        args = _PackArgs(
+            *(source.data_ptr(), target.data_ptr(), source.stride(0), first_row),
+            *(num_rows, num_columns, padded, code, torch.get_num_threads()),
+        )
+        if self.kernels.quire_pack(ctypes.byref(args)) != 0:
+            raise TypeError(f"no packing for {self.form}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedLinear:
+    """Packed matrices with the same input, their outputs side by side: a fused projection of parts of unlike forms."""
+
+    parts: Sequence[PackedLinear]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are stored, and that a product reads."""
+        return sum(part.nbytes for part in self.parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, in] -> [T, sum of outputs]`, float32."""
+        y = torch.empty((x.shape[0], sum(part.num_outputs for part in self.parts)), dtype=torch.float32)
+        columns = torch.split(y, [part.num_outputs for part in self.parts], dim=1)
+        for part, some in zip(self.parts, columns, strict=True):
+            part.multiply_into(x, some)
+        return y
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedEmbedding:
+    """Token ids to rows of a packed matrix, widened when they are looked up."""
+
+    matrix: PackedLinear
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """`[T]` int64 -> `[T, hidden]` float32. Raises IndexError for an id outside the vocabulary."""
+        return self.matrix.look_up(token_ids)
+
+
+def packed(rows: Tensor | AffineWeight, bias: Tensor | None = None) -> PackedLinear:
+    """A whole matrix `[out, in]` packed in its own form."""
+    num_outputs, num_inputs = rows.q.shape if isinstance(rows, AffineWeight) else rows.shape
+    form = rows.form if isinstance(rows, AffineWeight) else DenseForm(rows.dtype)
+    matrix = PackedLinear.allocate(form, num_outputs, num_inputs, bias is not None)
+    matrix.fill(0, rows)
+    if bias is not None and matrix.bias is not None:
+        matrix.bias.copy_(bias)
+    return matrix
+
+
+def _code(form: Form) -> int:
+    """The kernels' number of a form."""
+    if isinstance(form, AffineForm):
+        return _AFFINE_CODES[form.bits, form.group_size]
+    return _DENSE_CODES[form.dtype]

@@ -1,0 +1,107 @@
+"""From batches to tensors: against a token-by-token construction."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.batch import Batch, Row
+from engine.inputs import InputBuilder
+from kvpool.table import blocks_for
+
+CPU = torch.device("cpu")
+MAX_SEQS, MAX_TOKENS, MAX_LEN = 6, 64, 50
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """Rows in distinct slots with scattered blocks of 4; token ids tell their slot (`id // 1000`)."""
+    slots = draw(st.lists(st.integers(0, MAX_SEQS - 1), min_size=1, max_size=MAX_SEQS, unique=True))
+    rows = []
+    for slot in slots:
+        count = draw(st.one_of(st.just(1), st.integers(1, 10)))
+        start = draw(st.integers(0, MAX_LEN - count))
+        random = draw(st.randoms(use_true_random=False))
+        token_ids = tuple(1000 * slot + random.randrange(1000) for _ in range(count))
+        blocks = tuple(random.sample(range(100), blocks_for(start + count, 4)))
+        targets = token_ids[1 : 1 + draw(st.integers(0, count))]
+        rows.append(Row(slot, start, token_ids, 0, blocks, draw(st.booleans()), prompt_targets=targets))
+    return Batch(1, (), (), tuple(rows))
+
+
+@settings(deadline=None)
+@given(batches())
+def test_every_token_is_where_it_belongs(batch: Batch) -> None:
+    inputs = InputBuilder(MAX_SEQS, MAX_TOKENS, MAX_LEN, 4, CPU).build(batch)
+    attention = inputs.attention
+    starts = attention.query_starts.tolist()
+    row_of_slot = {row.slot: row for row in batch.rows}
+    rows = [row_of_slot.pop(int(inputs.token_ids[start]) // 1000) for start in starts[:-1]]
+    assert not row_of_slot
+    assert attention.num_tokens == batch.num_tokens == len(inputs.token_ids)
+    for index, row in enumerate(rows):
+        tokens = slice(starts[index], starts[index + 1])
+        positions = range(row.start, row.start + len(row.token_ids))
+        assert inputs.token_ids[tokens].tolist() == list(row.token_ids)
+        assert inputs.positions[tokens].tolist() == list(positions)
+        assert attention.slot_mapping[tokens].tolist() == [row.block_ids[p // 4] * 4 + p % 4 for p in positions]
+        assert attention.context_lens[index] == positions.stop
+        assert attention.block_tables[index, : len(row.block_ids)].tolist() == list(row.block_ids)
+
+
+@settings(deadline=None)
+@given(batches())
+def test_rows_come_in_the_order_attention_wants(batch: Batch) -> None:
+    attention = InputBuilder(MAX_SEQS, MAX_TOKENS, MAX_LEN, 4, CPU).build(batch).attention
+    counts = np.diff(attention.query_starts)
+    assert attention.num_decode_rows == (counts == 1).sum()
+    assert (counts[: attention.num_decode_rows] == 1).all()
+    assert (np.diff(attention.context_lens[: attention.num_decode_rows]) >= 0).all()
+
+
+@settings(deadline=None)
+@given(batches())
+def test_wanted_hidden_rows_point_at_the_right_tokens(batch: Batch) -> None:
+    inputs = InputBuilder(MAX_SEQS, MAX_TOKENS, MAX_LEN, 4, CPU).build(batch)
+    assert inputs.sample_rows.tolist() == [i for i, row in enumerate(batch.rows) if row.sample]
+    for index, hidden in zip(inputs.sample_rows, inputs.sample_hidden.tolist(), strict=True):
+        row = batch.rows[index]
+        assert inputs.token_ids[hidden] == row.token_ids[-1]
+        assert inputs.positions[hidden] == row.start + len(row.token_ids) - 1
+    assert [part.row for part in inputs.prompt_scores] == [i for i, row in enumerate(batch.rows) if row.prompt_targets]
+    for part in inputs.prompt_scores:
+        row = batch.rows[part.row]
+        assert part.targets == row.prompt_targets
+        assert inputs.token_ids[part.first : part.first + len(row.token_ids)].tolist() == list(row.token_ids)
+        assert inputs.positions[part.first] == row.start
+
+
+def test_block_tables_persist_and_change_only_where_told() -> None:
+    builder = InputBuilder(MAX_SEQS, MAX_TOKENS, MAX_LEN, 4, CPU)
+
+    def table(*rows: Row) -> list[list[int]]:
+        return builder.build(Batch(1, (), (), rows)).attention.block_tables.tolist()
+
+    assert table(Row(2, 0, (5,) * 9, 0, (7, 3, 9), False)) == [[7, 3, 9]]
+    assert table(Row(2, 9, (5,), 3, (), True)) == [[7, 3, 9]]
+    assert table(Row(1, 0, (5,), 0, (4,), True), Row(2, 10, (5,), 1, (8,), True)) == [[4, 0, 0], [7, 8, 9]]
+    assert table(Row(2, 12, (5,), 3, (6,), True)) == [[7, 8, 9, 6]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "no rows"),
+        (
+            [Row(0, 0, (1,) * 40, 0, tuple(range(10)), True), Row(1, 0, (1,) * 40, 0, tuple(range(10)), True)],
+            "80 tokens",
+        ),
+        ([Row(6, 0, (1,), 0, (0,), True)], "slot 6"),
+        ([Row(-1, 0, (1,), 0, (0,), True)], "slot -1"),
+        ([Row(0, 49, (1, 1), 0, tuple(range(13)), True)], "49 \\+ 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused(rows: list[Row], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        InputBuilder(MAX_SEQS, MAX_TOKENS, MAX_LEN, 4, CPU).build(Batch(3, (), (), tuple(rows)))

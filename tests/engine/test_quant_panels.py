@@ -1,0 +1,178 @@
+"""Packed products against the dequantized matrix in float64: every form, both kernel paths, odd shapes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.native import NativeUnavailable, load_native
+from engine.quant.affine import AffineForm, AffineWeight, DenseForm, half_scales_suffice, quantize
+from engine.quant.panels import PackedEmbedding, PackedLinear, StackedLinear, packed
+
+try:
+    load_native()
+except NativeUnavailable as error:
+    pytest.skip(f"no native kernels here: {error}", allow_module_level=True)
+
+FORMS = [
+    *("float32", "bfloat16", "float16"),
+    *("int8", "int8 half", "int8 min", "int8 fine", "int8 fine min half"),
+    *("int4", "int4 half", "int4 symmetric", "int4 symmetric half"),
+]
+ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 13, 32, 97, 200]
+
+
+def stored_as(form: str, weight: Tensor) -> Tensor | AffineWeight:
+    """A matrix like `weight` in the form of that name. Quantized ones have arbitrary scales."""
+    if form in ("float32", "bfloat16", "float16"):
+        return weight.to(getattr(torch, form))
+    affine = quantize(weight, 8 if form.startswith("int8") else 4)
+    scales, minimums = affine.scales, affine.minimums
+    if "fine" in form:
+        scales = scales.repeat_interleave(2, 1) * torch.rand(scales.shape[0], scales.shape[1] * 2)
+    if "min" in form.split():
+        minimums = torch.randn_like(scales)
+    q = affine.q
+    if "symmetric" in form:
+        q, minimums = q - 8, None
+    if "half" in form:
+        scales, minimums = scales.half(), None if minimums is None else minimums.half()
+    return AffineWeight(affine.bits, q, scales, minimums)
+
+
+def meaning(rows: Tensor | AffineWeight) -> Tensor:
+    return (rows.dequantize() if isinstance(rows, AffineWeight) else rows).double()
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (50, 96), (1, 32), (33, 288), (200, 576)], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_product_equals_that_of_the_dequantized_matrix(form: str, shape: tuple[int, int]) -> None:
+    torch.manual_seed(FORMS.index(form))
+    weight, bias = torch.randn(shape), torch.randn(shape[0])
+    stored = stored_as(form, weight)
+    for linear, added in ((packed(stored, bias), bias.double()), (packed(stored), 0.0)):
+        for rows in ROWS:
+            x = torch.randn(rows, shape[1])
+            want = x.double() @ meaning(stored).T + added
+            torch.testing.assert_close(linear(x).double(), want, atol=3e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_inputs", [1, 31, 33, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_inputs_that_are_no_whole_groups(num_inputs: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(20, num_inputs).to(dtype)
+    for rows in (1, 9):
+        x = torch.randn(rows, num_inputs)
+        torch.testing.assert_close(packed(weight)(x), x @ weight.float().T, atol=1e-4, rtol=1e-5)
+
+
+def test_strided_input_and_no_bias() -> None:
+    weight, x = torch.randn(32, 64), torch.randn(7, 128)
+    torch.testing.assert_close(packed(weight)(x[:, :64]), x[:, :64] @ weight.T, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(packed(weight)(x[:, ::2]), x[:, ::2] @ weight.T, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_is_the_same_bits_whatever_is_beside_it(form: str) -> None:
+    linear = packed(stored_as(form, torch.randn(70, 320)), torch.randn(70))
+    x = torch.randn(150, 320)
+    many = linear(x)
+    for first, count in [(0, 1), (7, 1), (3, 2), (90, 3), (149, 1), (10, 4), (11, 5), (40, 20), (0, 97)]:
+        assert torch.equal(linear(x[first : first + count]), many[first : first + count]), (first, count)
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4 half"])
+def test_threads_do_not_change_a_bit(form: str) -> None:
+    linear = packed(stored_as(form, torch.randn(200, 320)))
+    x = torch.randn(40, 320)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            results.append((linear(x), linear(x[:1]), linear(x[:3])))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(result, results[0], strict=True))
+
+
+def test_nan_and_infinity_stay_in_their_row() -> None:
+    for form in ("float32", "int4"):
+        linear = packed(stored_as(form, torch.randn(32, 64)))
+        for rows in (3, 8):
+            x = torch.randn(rows, 64)
+            x[1, 5] = torch.nan
+            y = linear(x)
+            assert y[1].isnan().all()
+            assert y[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_filled_in_pieces_and_looked_up(form: str) -> None:
+    """Pieces that begin and end inside a panel, out of order; every row comes back as it was meant."""
+    whole = stored_as(form, torch.randn(70, 96))
+    matrix = PackedLinear.allocate(whole.form if isinstance(whole, AffineWeight) else DenseForm(whole.dtype), 70, 96)
+    for first, end in ((37, 70), (0, 5), (5, 37)):
+        matrix.fill(first, part_of(whole, first, end))
+    ids = torch.tensor([69, 0, 15, 16, 17, 36, 37, 0])
+    rows = PackedEmbedding(matrix)(ids)
+    torch.testing.assert_close(rows.double(), meaning(whole)[ids], atol=1e-6, rtol=1e-6)
+    assert torch.equal(matrix(torch.ones(6, 96)), packed(whole)(torch.ones(6, 96)))
+    assert PackedEmbedding(matrix)(ids[:0]).shape == (0, 96)
+    for wrong in (-1, 70):
+        with pytest.raises(IndexError, match="70"):
+            matrix.look_up(torch.tensor([0, wrong]))
+
+
+def part_of(rows: Tensor | AffineWeight, first: int, end: int) -> Tensor | AffineWeight:
+    if isinstance(rows, Tensor):
+        return rows[first:end]
+    low = None if rows.minimums is None else rows.minimums[first:end]
+    return AffineWeight(rows.bits, rows.q[first:end], rows.scales[first:end], low)
+
+
+def test_unlike_parts_stand_side_by_side() -> None:
+    parts = [packed(stored_as(form, torch.randn(20 + 7 * i, 64))) for i, form in enumerate(("int4", "float32", "int8"))]
+    stacked = StackedLinear(parts)
+    for rows in (1, 9):
+        x = torch.randn(rows, 64)
+        assert torch.equal(stacked(x), torch.cat([part(x) for part in parts], dim=1))
+    assert stacked.nbytes == sum(part.nbytes for part in parts)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16], ids=str)
+def test_quantize_rounds_to_half_a_step(bits: int, scale_dtype: torch.dtype) -> None:
+    weight = torch.randn(10, 96)
+    affine = quantize(weight, bits, scale_dtype)
+    error = (affine.dequantize() - weight).abs().view(10, -1, 32)
+    slack = 1e-6 if scale_dtype == torch.float32 else 2e-3
+    assert (error <= affine.scales.float().unsqueeze(-1) * (0.501 + 100 * slack) + slack).all()
+    assert affine.scales.dtype == scale_dtype
+
+
+def test_half_scales_suffice_unless_weights_are_tiny_or_huge() -> None:
+    for bits in (4, 8):
+        assert half_scales_suffice(torch.randn(4, 64), bits)
+        assert half_scales_suffice(torch.zeros(4, 64), bits)
+        assert not half_scales_suffice(torch.randn(4, 64) * 1e-5, bits)
+        assert not half_scales_suffice(torch.randn(4, 64) * 1e7, bits)
+
+
+def test_quantize_keeps_zeros_and_refuses_ragged_groups() -> None:
+    assert torch.equal(quantize(torch.zeros(3, 32), 8).dequantize(), torch.zeros(3, 32))
+    assert torch.equal(quantize(torch.zeros(3, 32), 4).dequantize(), torch.zeros(3, 32))
+    with pytest.raises(ValueError, match="33 inputs"):
+        quantize(torch.zeros(3, 33), 8)
+    with pytest.raises(ValueError, match="33 inputs"):
+        PackedLinear.allocate(AffineForm(8, 32, torch.float16, False), 3, 33)
+    with pytest.raises(ValueError, match="bits"):
+        quantize(torch.zeros(3, 32), 5)
+
+
+def test_stored_bytes() -> None:
+    """64 x 320, 4 bits with half scales and minima: half a byte each, 4 bytes a group; also without memory."""
+    matrix = packed(stored_as("int4 half", torch.randn(64, 320)))
+    assert matrix.nbytes == 64 * 320 // 2 + 64 * 10 * 4
+    assert PackedLinear.allocate(matrix.form, 64, 320, device="meta").nbytes == matrix.nbytes
+    assert packed(stored_as("int8 half", torch.randn(64, 320)), torch.zeros(64)).nbytes == 64 * 320 + 64 * (20 + 4)
