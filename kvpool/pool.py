@@ -3,17 +3,17 @@
 Knows block ids and nothing else: no tokens, hashes, models or requests. A block is in exactly one of three states:
 
     free         nobody refers to it, its content means nothing      -> `_free` (a stack)
-    cached       nobody refers to it, the prefix index can find it   -> `_cached` (oldest first)
+    cached       nobody refers to it, the prefix index can find it   -> `_cached` (an eviction policy's order)
     referenced   one or more tables hold it                          -> `_refs[id] > 0`
 
 `free + cached + referenced == num_blocks`, always.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import OutOfBlocks
+from kvpool.eviction import EvictionPolicy, LeastRecentlyUsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._findable = [False] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached: EvictionPolicy = LeastRecentlyUsed()
         self._evictions = 0
         self._on_evict: Callable[[int], None] | None = None
 
@@ -51,13 +51,23 @@ class BlockPool:
         """Blocks that `take` can hand out: free ones plus cached ones it may evict."""
         return len(self._free) + len(self._cached)
 
+    @property
+    def num_spare(self) -> int:
+        """The same without cached blocks that the eviction policy wants kept."""
+        return self.num_available - self._cached.num_kept
+
+    def set_eviction_policy(self, policy: EvictionPolicy) -> None:
+        """Have `policy` order the cached blocks from now on; before the first block is cached."""
+        assert not len(self._cached), "the order of cached blocks would be lost"
+        self._cached = policy
+
     def set_evict_listener(self, listener: Callable[[int], None]) -> None:
         """Call `listener(block_id)` just before a cached block is reused; the prefix index forgets it there."""
         assert self._on_evict is None, "a pool has one prefix index"
         self._on_evict = listener
 
     def take(self, count: int) -> list[int]:
-        """Hand out `count` blocks with one reference each, evicting the least recently used cached ones if needed.
+        """Hand out `count` blocks with one reference each, evicting cached ones if needed.
 
         Raises:
             OutOfBlocks: fewer than `count` are available; nothing changes then.
@@ -74,7 +84,7 @@ class BlockPool:
         for block_id in block_ids:
             if self._refs[block_id] == 0:
                 assert self._findable[block_id], f"block {block_id} is free and cannot be shared"
-                del self._cached[block_id]
+                self._cached.remove(block_id)
             self._refs[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -97,8 +107,11 @@ class BlockPool:
         if self._findable[block_id] == findable:
             return
         self._findable[block_id] = findable
-        if self._refs[block_id] == 0 and not findable:
-            del self._cached[block_id]
+        if findable:
+            return
+        self._cached.forget(block_id)
+        if self._refs[block_id] == 0:
+            self._cached.remove(block_id)
             self._free.append(block_id)
 
     def is_findable(self, block_id: int) -> bool:
@@ -113,8 +126,10 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert the pool's invariants in O(num_blocks); for tests and for debug runs when idle."""
-        free, cached = set(self._free), set(self._cached)
+        free = set(self._free)
+        cached = {block_id for block_id in range(self.num_blocks) if block_id in self._cached}
         assert len(free) == len(self._free), "a block is free twice"
+        assert len(cached) == len(self._cached), "the eviction policy knows blocks that do not exist"
         assert not free & cached, "a block is both free and cached"
         for block_id in range(self.num_blocks):
             refs, findable = self._refs[block_id], self._findable[block_id]
@@ -124,14 +139,15 @@ class BlockPool:
 
     def _retire(self, block_id: int) -> None:
         if self._findable[block_id]:
-            self._cached[block_id] = None
+            self._cached.add(block_id)
         else:
             self._free.append(block_id)
 
     def _evict(self) -> int:
-        block_id, _ = self._cached.popitem(last=False)
+        block_id = self._cached.pop()
+        self._cached.forget(block_id)
+        self._findable[block_id] = False
         if self._on_evict is not None:
             self._on_evict(block_id)
-        self._findable[block_id] = False
         self._evictions += 1
         return block_id

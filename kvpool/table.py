@@ -85,6 +85,12 @@ class BlockTable:
         self.block_ids.extend(fresh[len(shared) :])
         return first_changed, copies
 
+    def replace(self, index: int, block_id: int) -> None:
+        """Hold `block_id` instead of the entry at `index`: another block with the same content."""
+        self._pool.share([block_id])
+        self._pool.release([self.block_ids[index]])
+        self.block_ids[index] = block_id
+
     def truncate(self, num_tokens: int) -> None:
         """Give back the blocks that hold no position below `num_tokens`."""
         keep = blocks_for(num_tokens, self.block_size)

@@ -53,9 +53,9 @@ class DrainMeter(NullObserver):
         """Mean output tokens of a request; 0 before the first has ended."""
         return self._num_output_tokens / self._num_requests if self._num_requests else 0.0
 
-    def retry_after_s(self, queue: WaitingQueue) -> float:
-        """When the work ahead in the queue (prompts, and answers of mean length) should be done."""
-        work = queue.num_new_tokens + queue.num_new_requests * self.tokens_per_answer
+    def retry_after_s(self, num_requests: int, num_prompt_tokens: int) -> float:
+        """When the work ahead in the queue (these prompts, and answers of mean length) should be done."""
+        work = num_prompt_tokens + num_requests * self.tokens_per_answer
         eta_s = work / self.tokens_per_s if self.tokens_per_s else MIN_RETRY_S
         return min(max(eta_s, MIN_RETRY_S), MAX_RETRY_S)
 
@@ -71,26 +71,33 @@ class Admission:
         """Refuse at once what could never run.
 
         Raises:
-            ContextTooLong: prompt plus output (at least one token) exceeds the context.
+            ContextTooLong: prompt plus output exceeds the context; a prompt that is only scored may fill it.
             NeverFits: one choice alone would need more blocks than the pool has.
         """
         num_prompt, config = len(request.prompt_ids), self._config
-        at_least = max(1, request.max_tokens)
-        if num_prompt + at_least > config.max_model_len:
-            raise ContextTooLong(num_prompt, at_least, config.max_model_len)
+        if num_prompt + request.max_tokens > config.max_model_len:
+            raise ContextTooLong(num_prompt, request.max_tokens, config.max_model_len)
         num_tokens = num_prompt + request.max_tokens
         if blocks_for(num_tokens, config.block_size) > self._num_blocks:
             raise NeverFits(num_tokens, self._num_blocks * config.block_size)
 
-    def check_queue(self, request: Request, queue: WaitingQueue, meter: DrainMeter) -> None:
-        """Refuse what the bounded queue has no place for now. An empty queue takes a request of any length.
+    def check_queue(self, request: Request, queue: WaitingQueue, num_free_slots: int, meter: DrainMeter) -> None:
+        """Refuse what the bounded queue has no place for now. Who finds a free slot does not queue.
+
+        An empty queue takes a request of any length.
 
         Raises:
             QueueFull: with the time after which to try again.
         """
-        depth, limit = queue.num_new_requests, self._config.max_num_queued_reqs
-        if limit is not None and depth >= limit:
-            raise QueueFull("requests", depth, limit, meter.retry_after_s(queue))
-        depth, limit = queue.num_new_tokens, self._config.max_num_queued_tokens
-        if limit is not None and depth and depth + len(request.prompt_ids) > limit:
-            raise QueueFull("tokens", depth, limit, meter.retry_after_s(queue))
+        max_requests, max_tokens = self._config.max_num_queued_reqs, self._config.max_num_queued_tokens
+        if len(queue) < num_free_slots or (max_tokens is None and _is_below(queue.num_new_requests, max_requests)):
+            return
+        num_requests, num_tokens = queue.excess(num_free_slots)
+        if not _is_below(num_requests, max_requests):
+            raise QueueFull("requests", num_requests, max_requests or 0, meter.retry_after_s(num_requests, num_tokens))
+        if num_tokens and not _is_below(num_tokens + len(request.prompt_ids) - 1, max_tokens):
+            raise QueueFull("tokens", num_tokens, max_tokens or 0, meter.retry_after_s(num_requests, num_tokens))
+
+
+def _is_below(number: int, limit: int | None) -> bool:
+    return limit is None or number < limit

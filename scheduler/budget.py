@@ -24,10 +24,9 @@ def allot(sequences: Iterable[Sequence], budget: TokenBudget) -> list[tuple[Sequ
     Sequences about to give output are served first (one token each, so that nobody's stream stalls behind a long
     prompt); what is left closes the larger gaps, first in order first.
     """
-    ordered = list(sequences)
-    granted = {s: budget.take(s.gap) for s in sorted(ordered, key=_has_long_gap)}
-    return [(s, granted[s]) for s in ordered if granted[s]]
-
-
-def _has_long_gap(sequence: Sequence) -> bool:
-    return not sequence.is_caught_up
+    gaps = [(s, s.gap) for s in sequences]
+    if sum(gap for _, gap in gaps) <= budget.left:  # enough for all, whoever comes first
+        return [(s, budget.take(gap)) for s, gap in gaps]
+    by_length = sorted(gaps, key=lambda pair: not pair[0].is_caught_up)
+    granted = {s: budget.take(gap) for s, gap in by_length}
+    return [(s, granted[s]) for s, _ in gaps if granted[s]]

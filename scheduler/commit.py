@@ -25,6 +25,10 @@ class Verdict:
     stop_token_id: int | None = None
 
 
+GOES_ON = Verdict(1)
+"""What nearly every row comes to: one token, and no reason to end."""
+
+
 def judge(sequence: Sequence, output: RowOutput) -> Verdict:
     """Cut a row's tokens at the first stop token or at the length limit; at the limit itself a stop wins.
 
@@ -38,8 +42,9 @@ def judge(sequence: Sequence, output: RowOutput) -> Verdict:
             return Verdict(index + 1, FinishReason.STOP, token_id)
     if output.stopped and len(token_ids) == len(output.token_ids):
         return Verdict(len(token_ids), FinishReason.STOP)
-    is_full = 0 < request.max_tokens <= num_output + len(token_ids)
-    return Verdict(len(token_ids), FinishReason.LENGTH if is_full else None)
+    if 0 < request.max_tokens <= num_output + len(token_ids):
+        return Verdict(len(token_ids), FinishReason.LENGTH)
+    return GOES_ON if len(token_ids) == 1 else Verdict(len(token_ids))
 
 
 class Committer:
@@ -49,12 +54,15 @@ class Committer:
         self._roster = roster
         self._clock = clock
         self._observer = observer
+        self._now_s = clock.now()
 
     def commit(self, plan: Plan, output: StepOutput) -> int:
         """Apply one step; gives the number of output tokens it delivered. Rows that ended meanwhile are dropped."""
         rows = plan.batch.rows
         assert output.step == plan.batch.step, "an output of another step"
         assert len(output.rows) == len(rows), "a step's output has as many rows as its batch"
+        self._now_s = self._clock.now()
+        self._roster.offload.keep(plan.saves, output.saved)
         pairs = zip(plan.sequences, rows, output.rows, strict=True)
         return sum(self._commit_row(s, row, out) for s, row, out in pairs if s.state is SequenceState.RUNNING)
 
@@ -82,10 +90,10 @@ class Committer:
     def _advance(self, sequence: Sequence, row: Row, output: RowOutput, verdict: Verdict) -> None:
         sequence.advance(output.token_ids[: verdict.num_kept], len(row.token_ids) - row.num_drafts)
         if row.num_drafts:
-            sequence.table.truncate(len(sequence.tokens))
+            sequence.table.truncate(max(len(sequence.tokens), sequence.num_reserved))
         self._roster.running.publish(sequence)
-        num_left = sequence.request.max_tokens - sequence.num_output
-        sequence.draft = output.draft[: max(0, num_left - 1)]
+        if output.draft:
+            sequence.draft = output.draft[: max(0, sequence.num_left - 1)]
 
     def _prompt_computed(self, sequence: Sequence) -> None:
         group = sequence.group
@@ -111,7 +119,7 @@ class Committer:
 
     def _stamp(self, sequence: Sequence, num_tokens: int) -> None:
         """Note when the tokens came, and tell the observer."""
-        now_s, times = self._clock.now(), sequence.group.handle.times
+        now_s, times = self._now_s, sequence.group.handle.times
         if times.first_token_s is None:
             times.first_token_s = now_s
             self._observer.on_first_token(sequence.request, now_s - times.arrived_s)

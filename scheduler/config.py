@@ -20,7 +20,11 @@ class SchedulerConfig:
         max_num_batched_tokens: token budget of one step.
         max_model_len: prompt plus output tokens of one sequence.
         block_size: tokens per KV block.
-        max_num_queued_reqs, max_num_queued_tokens: bounds of the waiting queue (prompt tokens); None is unbounded.
+        max_num_queued_reqs, max_num_queued_tokens: bounds of what waits beyond the free slots (prompt tokens); None is
+            unbounded, and 0 requests takes only what finds a free slot.
+        prefix_pin_share: share of the pool that blocks of requests with a pin key may be kept in; 0 pins nothing.
+        forecast_admission: let in only what should fit together with what the running sequences may still generate.
+        max_preemptions: a sequence that lost its blocks so often comes back only when all it may need fits.
         max_engine_failures: consecutive failed steps after which the loop turns unhealthy.
         check_invariants: run the pool's and the scheduler's checks whenever idle.
     """
@@ -33,6 +37,9 @@ class SchedulerConfig:
     max_num_queued_tokens: int | None = None
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     enable_prefix_caching: bool = True
+    prefix_pin_share: float = 0.0
+    forecast_admission: bool = True
+    max_preemptions: int = 3
     max_engine_failures: int = 3
     check_invariants: bool = False
 
@@ -40,7 +47,9 @@ class SchedulerConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "max_engine_failures"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+        for name, lowest in (("max_num_queued_reqs", 0), ("max_num_queued_tokens", 1), ("max_preemptions", 0)):
             limit = getattr(self, name)
-            if limit is not None and limit < 1:
-                raise ValueError(f"{name} must be at least 1 (or None for no bound), got {limit}")
+            if limit is not None and limit < lowest:
+                raise ValueError(f"{name} must be at least {lowest}, got {limit}")
+        if not 0.0 <= self.prefix_pin_share <= 1.0:
+            raise ValueError(f"prefix_pin_share must be within 0..1, got {self.prefix_pin_share}")

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from engine.batch import TokenLogprob
+from kvpool.journal import Miss
 from scheduler.request import FinishReason, Request
 
 
@@ -51,6 +52,7 @@ class RequestHandle:
         prompt_logprobs: complete before the first event when asked for (`len(prompt_ids) - 1` entries).
         num_cached_tokens: prompt tokens whose KV came from the prefix cache; known before the first event.
         num_preemptions: over all choices.
+        cache_miss: where and why the prompt's match with the prefix cache ended, when asked for; None when it did not.
     """
 
     request: Request
@@ -59,6 +61,7 @@ class RequestHandle:
     _on_cancel: Callable[[], None]
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    cache_miss: Miss | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     _events: list[TokenEvent] = field(default_factory=list)
     _num_open: int = 0

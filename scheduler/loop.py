@@ -11,14 +11,20 @@ from functools import partial
 
 from engine.batch import StepEngine, StepOutput
 from engine.errors import EngineDead, StepError
+from kvpool.journal import PrefixJournal
 from kvpool.pool import BlockPool
+from kvpool.prefix import PrefixListeners
 from scheduler.admission import Admission, DrainMeter
 from scheduler.clock import Clock, MonotonicClock
 from scheduler.commit import Committer
 from scheduler.config import SchedulerConfig
 from scheduler.errors import Draining, Unhealthy
+from scheduler.forecast import LengthForecast
 from scheduler.handle import RequestHandle, RequestTimes
+from scheduler.kv_report import KVReport, LookupMeter, report
 from scheduler.observer import Observer, Observers, StepReport
+from scheduler.offload import Backing, Offload
+from scheduler.outlook import Foresight, Question
 from scheduler.planner import Plan, Planner
 from scheduler.queue import policy_order
 from scheduler.request import FinishReason, Request
@@ -41,18 +47,28 @@ class Scheduler:
         *,
         observer: Observer | None = None,
         clock: Clock | None = None,
+        backing: Backing | None = None,
     ) -> None:
         self._engine = engine
         self._pool = pool
         self._config = config
         self._clock = clock or MonotonicClock()
         self._meter = DrainMeter()
-        self._observer = Observers(self._meter, *([observer] if observer else []))
-        self._roster = Roster(RunningSet(pool, config), self._clock, self._observer)
+        self._backing = backing or Backing()
+        forecast, listener = LengthForecast(), self._backing.listener
+        self._lookups = LookupMeter()
+        self._observer = Observers(self._meter, forecast, self._lookups, *([observer] if observer else []))
+        self._offload = Offload(self._backing.tier)
+        self._journal = PrefixJournal(self._clock.now)
+        listeners = PrefixListeners(self._journal, *([listener] if listener else []))
+        running = RunningSet(pool, config, self._offload, forecast, listeners)
+        self._roster = Roster(running, self._offload, self._journal, self._clock, self._observer)
+        self._foresight = Foresight(self._roster, pool, config, forecast)
         self._planner = Planner(self._roster, config)
         self._committer = Committer(self._roster, self._clock, self._observer)
         self._admission = Admission(config, pool.num_blocks)
         self._wake = asyncio.Event()
+        self._offload.connect(self._fetched, self._wake.set)
         self._timer: asyncio.TimerHandle | None = None
         self._num_arrivals = 0
         self._num_failures = 0
@@ -69,9 +85,7 @@ class Scheduler:
             ContextTooLong, NeverFits: this request could never run.
             QueueFull: not now; carries when to try again.
         """
-        self._check_open()
-        self._admission.check_fits(request)
-        self._admission.check_queue(request, self._roster.queue, self._meter)
+        self._check_acceptable(request)
         group = self._new_group(request)
         self._roster.add(group)
         self._watch_deadlines()
@@ -93,7 +107,7 @@ class Scheduler:
             self._shut_down()
 
     def drain(self) -> None:
-        """Take nothing new and finish what was accepted; `run` then returns."""
+        """Take nothing new, finish what was accepted, save what a durable tier lacks; `run` then returns."""
         self._is_draining = True
         self._wake.set()
 
@@ -115,7 +129,22 @@ class Scheduler:
             is_draining=self._is_draining or self._is_stopped,
             unhealthy=self._unhealthy,
             pool=self._pool.stats(),
+            tiers=self._offload.tier.stats(),
+            num_pinned_blocks=self._roster.running.pins.num_pinned,
         )
+
+    def foresee(self, request: Request) -> Question:
+        """What would become of a request that came now; `scheduler.predict.predict` plays it forward.
+
+        Raises:
+            RequestRefused: it would not be taken; as `submit`.
+        """
+        self._check_acceptable(request)
+        return self._foresight.question(request, self.stats().step_running_s)
+
+    def kv_report(self, num_shared: int = 10) -> KVReport:
+        """A closer look at the pool than `stats`: waste, ages, and the `num_shared` most useful prefixes; O(blocks)."""
+        return report(self._roster.running, self._pool, self._journal, self._lookups, num_shared=num_shared)
 
     def check(self) -> None:
         """Assert the invariants of queue, running set, tables, prefix index and pool, between two steps."""
@@ -123,7 +152,13 @@ class Scheduler:
 
     @property
     def _is_over(self) -> bool:
-        return self._is_stopped or (self._is_draining and not self._roster.groups)
+        is_done = not self._roster.groups and not self._offload.is_behind
+        return self._is_stopped or (self._is_draining and is_done)
+
+    def _check_acceptable(self, request: Request) -> None:
+        self._check_open()
+        self._admission.check_fits(request)
+        self._admission.check_queue(request, self._roster.queue, self._roster.running.num_free_slots, self._meter)
 
     def _check_open(self) -> None:
         if self._unhealthy is not None:
@@ -151,8 +186,13 @@ class Scheduler:
         if group := self._roster.groups.get(arrival):
             self._roster.end_group(group, FinishReason.CANCELLED)
 
+    def _fetched(self, sequence: Sequence) -> None:
+        """What a parked sequence waited for is here, or is not coming."""
+        self._roster.queue.unpark(sequence)
+        self._wake.set()
+
     async def _idle(self) -> None:
-        """Nothing runs and nothing waits: sleep until somebody comes or the end is asked for."""
+        """Nothing can be done now: sleep until somebody comes, a tier has read blocks, or the end is asked for."""
         if self._config.check_invariants:
             self.check()
         self._wake.clear()
@@ -181,6 +221,11 @@ class Scheduler:
         num_output_tokens = self._committer.commit(plan, output)
         self._roster.settle()
         self._num_failures = 0
+        if plan.batch.rows:
+            self._report(plan, output, num_output_tokens, (plan_s, began_s))
+
+    def _report(self, plan: Plan, output: StepOutput, num_output_tokens: int, times: tuple[float, float]) -> None:
+        plan_s, began_s = times
         num_decode_tokens = plan.num_decode_tokens
         report = StepReport(
             num_rows=len(plan.batch.rows),
@@ -193,6 +238,7 @@ class Scheduler:
             num_running=self._roster.num_running,
             num_waiting=self._roster.num_waiting,
         )
+        self._foresight.step_clock.on_step(report)
         self._observer.on_step(report)
 
     def _step_failed(self, plan: Plan, error: Exception) -> None:
@@ -210,6 +256,7 @@ class Scheduler:
     def _turn_unhealthy(self, reason: str) -> None:
         logger.error("unhealthy: %s", reason)
         self._unhealthy = reason
+        self._offload.on_cleared()  # nothing will be read out any more
         self._roster.end_all(FinishReason.FAILED, reason)
         self._roster.settle()
 
@@ -233,5 +280,7 @@ class Scheduler:
             self._unhealthy = self._unhealthy or "The scheduler's loop was ended."
         self._roster.end_all(FinishReason.FAILED, "The server stopped before the request was finished.")
         self._roster.settle()
+        self._offload.close()
+        self._backing.close()
         if self._timer is not None:
             self._timer.cancel()

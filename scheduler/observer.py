@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scheduler.handle import RequestTimes
-from scheduler.request import FinishReason, Request
+from scheduler.request import FinishReason, PreemptionReason, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Observer(Protocol):
     def on_prefix_lookup(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
         """A request's first step is planned, and its prompt was looked up in the prefix index: once per request."""
 
-    def on_preemption(self, request: Request) -> None:
+    def on_preemption(self, request: Request, reason: PreemptionReason) -> None:
         """A running sequence lost its blocks and waits again."""
 
     def on_request_end(self, report: RequestReport) -> None:
@@ -75,18 +75,25 @@ class NullObserver:
     def on_prefix_lookup(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
         """Ignore."""
 
-    def on_preemption(self, request: Request) -> None:
+    def on_preemption(self, request: Request, reason: PreemptionReason) -> None:
         """Ignore."""
 
     def on_request_end(self, report: RequestReport) -> None:
         """Ignore."""
 
 
+_IGNORED_GAP = NullObserver.on_token_gap
+
+
 class Observers:
-    """Several observers as one, told in the order given."""
+    """Several observers as one, told in the order given.
+
+    Token gaps come by the hundred in a step: only those who do something about them are told.
+    """
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
+        self._gap_observers = [o for o in observers if getattr(o.on_token_gap, "__func__", None) is not _IGNORED_GAP]
 
     def on_step(self, report: StepReport) -> None:
         """Tell all."""
@@ -99,8 +106,8 @@ class Observers:
             observer.on_first_token(request, ttft_s)
 
     def on_token_gap(self, gap_s: float, num_tokens: int) -> None:
-        """Tell all."""
-        for observer in self._observers:
+        """Tell all who listen."""
+        for observer in self._gap_observers:
             observer.on_token_gap(gap_s, num_tokens)
 
     def on_prefix_lookup(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
@@ -108,10 +115,10 @@ class Observers:
         for observer in self._observers:
             observer.on_prefix_lookup(num_queried_tokens, num_hit_tokens)
 
-    def on_preemption(self, request: Request) -> None:
+    def on_preemption(self, request: Request, reason: PreemptionReason) -> None:
         """Tell all."""
         for observer in self._observers:
-            observer.on_preemption(request)
+            observer.on_preemption(request, reason)
 
     def on_request_end(self, report: RequestReport) -> None:
         """Tell all."""

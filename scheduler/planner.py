@@ -5,25 +5,31 @@ Knows budget, queue and running set; knows no engine. Order of effects, fixed:
     1. share out    tokens: first who is about to give output, then longer gaps in policy order
     2. make room    blocks: in policy order; whoever is behind gives way
     3. let in       from the queue's head while tokens, blocks and slots last; not in a step that preempted
+    4. save         what the pool took from the cache for all this; with nothing else to do, what a crash would lose
 """
 
 from dataclasses import dataclass, field
 
-from engine.batch import Batch, Row, SlotStart
+from engine.batch import Batch, BlockLoad, Row, SlotStart
 from kvpool.table import BlockCopy
 from scheduler.budget import TokenBudget, allot
 from scheduler.config import SchedulerConfig
+from scheduler.offload import Save
 from scheduler.preemption import make_room
 from scheduler.roster import Roster
 from scheduler.sequence import Sequence, SequenceState
 
+MAX_IDLE_SAVES = 8
+"""Blocks read out in one step that does nothing else: whoever arrives meanwhile waits for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step, ready for the engine. `sequences[i]` owns `batch.rows[i]`."""
+    """One step, ready for the engine. `sequences[i]` owns `batch.rows[i]`, `saves[i]` names `batch.saves[i]`."""
 
     batch: Batch
     sequences: tuple[Sequence, ...]
+    saves: tuple[Save, ...] = ()
 
     @property
     def num_decode_tokens(self) -> int:
@@ -40,6 +46,7 @@ class _Sketch:
 
     budget: TokenBudget
     starts: list[SlotStart] = field(default_factory=list)
+    loads: list[BlockLoad] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
@@ -76,17 +83,18 @@ class Planner:
         self._num_steps = 0
 
     def plan(self) -> Plan | None:
-        """The next step, or None when nothing runs and nothing waits."""
+        """The next step, or None when nothing can be done now."""
+        self._roster.running.new_step()
         while True:
             sketch = _Sketch(TokenBudget(self._num_step_tokens))
             did_preempt = self._serve_running(sketch)
             if not did_preempt:
                 self._let_in(sketch)
             if sketch.rows:
-                return self._freeze(sketch)
+                return self._freeze(sketch, self._roster.offload.take_saves())
             if not did_preempt:
-                assert not self._roster.num_waiting, "an idle engine must take what waits"
-                return None
+                assert self._roster.queue.head is None, "an idle engine must take what waits"
+                return self._save_idly(sketch)
 
     def _serve_running(self, sketch: _Sketch) -> bool:
         """Give rows to running sequences; True when that preempted any."""
@@ -102,18 +110,33 @@ class Planner:
         return len(running.sequences) < num_before
 
     def _let_in(self, sketch: _Sketch) -> None:
-        """Admit from the queue's head. Nobody overtakes it, so it cannot starve."""
+        """Admit from the queue's head. Nobody overtakes it while it waits for memory, so it cannot starve."""
         roster = self._roster
-        while sketch.budget.left and roster.running.has_free_slot and (sequence := roster.queue.head):
-            copies = roster.running.try_enter(sequence)
-            if copies is None:
+        while sketch.budget.left and roster.running.num_free_slots and (sequence := roster.queue.head):
+            if roster.fetch(sequence):
+                continue
+            entry = roster.running.try_enter(sequence)
+            if entry is None:
                 return
             roster.begin(sequence)
             sketch.starts.append(sequence.slot_start())
-            sketch.copies.extend(copies)
+            sketch.loads.extend(entry.loads)
+            sketch.copies.extend(entry.copies)
             sketch.add_row(sequence, sketch.budget.take(sequence.gap))
 
-    def _freeze(self, sketch: _Sketch) -> Plan:
+    def _save_idly(self, sketch: _Sketch) -> Plan | None:
+        roster = self._roster
+        saves = roster.offload.take_saves() + roster.offload.take_idle_saves(roster.running.block_of, MAX_IDLE_SAVES)
+        return self._freeze(sketch, saves) if saves else None
+
+    def _freeze(self, sketch: _Sketch, saves: list[Save]) -> Plan:
         self._num_steps += 1
-        batch = Batch(self._num_steps, tuple(sketch.starts), tuple(sketch.copies), tuple(sketch.rows))
-        return Plan(batch, tuple(sketch.sequences))
+        batch = Batch(
+            step=self._num_steps,
+            starts=tuple(sketch.starts),
+            copies=tuple(sketch.copies),
+            rows=tuple(sketch.rows),
+            saves=tuple(save.block_id for save in saves),
+            loads=tuple(sketch.loads),
+        )
+        return Plan(batch, tuple(sketch.sequences), tuple(saves))

@@ -4,6 +4,9 @@ Knows orders and times; decides nothing. Both lists are kept sorted, so that wha
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
+from heapq import merge
+from itertools import islice
 from operator import attrgetter
 
 from scheduler.config import SchedulingPolicy
@@ -24,20 +27,33 @@ class WaitingQueue:
 
     `num_new_requests` and `num_new_tokens` count requests that no step has touched yet, and their prompt tokens: these
     are what the queue's bounds are about. Preempted sequences and further choices were let in before.
+
+    A parked sequence keeps its place and is counted, but is passed over: something it waits for is on its way.
     """
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
+        self._parked: set[Sequence] = set()
         self.num_new_requests = 0
         self.num_new_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self._sequences) + len(self._parked)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In order, parked ones included."""
+        return merge(self._sequences, sorted(self._parked, key=_order), key=_order)
 
     @property
     def head(self) -> Sequence | None:
-        """The first in order."""
+        """The first in order of those that are not parked."""
         return self._sequences[0] if self._sequences else None
+
+    def excess(self, num_free_slots: int) -> tuple[int, int]:
+        """New requests, and their prompt tokens, that wait behind as many sequences as there are free slots."""
+        behind = islice(self, num_free_slots, None)
+        new = [s.num_prompt for s in behind if not s.group.has_begun]
+        return len(new), sum(new)
 
     def push(self, sequence: Sequence) -> None:
         """Put a sequence in its place."""
@@ -45,11 +61,27 @@ class WaitingQueue:
         self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, before anything marks its request as begun."""
+        """Take a sequence out, parked or not, before anything marks its request as begun."""
+        if sequence in self._parked:
+            self._parked.remove(sequence)
+        else:
+            self._take(sequence)
+        self._count(sequence, -1)
+
+    def park(self, sequence: Sequence) -> None:
+        """Pass a sequence over until `unpark`."""
+        self._take(sequence)
+        self._parked.add(sequence)
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Put a parked sequence back in its place."""
+        self._parked.remove(sequence)
+        insort(self._sequences, sequence, key=_order)
+
+    def _take(self, sequence: Sequence) -> None:
         index = bisect_left(self._sequences, sequence.order, key=_order)
         assert self._sequences[index] is sequence, "a sequence that does not wait was taken out of the queue"
         del self._sequences[index]
-        self._count(sequence, -1)
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         if not sequence.group.has_begun:

@@ -17,6 +17,13 @@ class FinishReason(StrEnum):
     FAILED = "failed"  # the engine failed
 
 
+class PreemptionReason(StrEnum):
+    """Why a running sequence lost its blocks."""
+
+    OUTRANKED = "outranked"  # one ahead of it needed them
+    GAVE_WAY = "gave_way"  # it needed more, and nobody behind it could be asked
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and everything that decides its continuation(s). Immutable.
@@ -30,7 +37,10 @@ class Request:
         deadline_s: on the scheduler's clock; a choice still unfinished then ends with DEADLINE.
         queue_deadline_s: on the scheduler's clock; DEADLINE when no step has begun by then.
         cache_namespace: what keeps its KV apart from that of other requests (see `kvpool.prefix.namespace_root`).
+        cache_scope: the namespace without the caller's salt; only explanations of misses tell the two apart.
         use_prefix_cache: False recomputes the whole prompt (prompt logprobs imply it).
+        explain_cache: tell in the handle why no more of the prompt was found in the prefix cache.
+        pin_key: keeps the prompt's blocks under pressure, within the pin budget; None pins nothing.
     """
 
     request_id: str
@@ -42,7 +52,10 @@ class Request:
     deadline_s: float | None = None
     queue_deadline_s: float | None = None
     cache_namespace: bytes = b""
+    cache_scope: bytes = b""
     use_prefix_cache: bool = True
+    pin_key: str | None = None
+    explain_cache: bool = False
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:

@@ -4,11 +4,14 @@ Knows groups, the queue, the running set and observers; knows no engine and no b
 once. Its blocks come back only when no step in flight can still write them: `settle`, after each step.
 """
 
+from kvpool.journal import Miss, MissReason, PrefixJournal, PromptChain
+from kvpool.table import blocks_for
 from scheduler.clock import Clock
 from scheduler.handle import TokenEvent
 from scheduler.observer import Observer, RequestReport
+from scheduler.offload import Offload
 from scheduler.queue import Deadlines, WaitingQueue
-from scheduler.request import FinishReason
+from scheduler.request import FinishReason, PreemptionReason
 from scheduler.running import RunningSet
 from scheduler.sequence import Group, Sequence, SequenceState
 
@@ -16,14 +19,18 @@ from scheduler.sequence import Group, Sequence, SequenceState
 class Roster:
     """The scheduler's state. Only the event loop's thread touches it."""
 
-    def __init__(self, running: RunningSet, clock: Clock, observer: Observer) -> None:
+    def __init__(
+        self, running: RunningSet, offload: Offload, journal: PrefixJournal, clock: Clock, observer: Observer
+    ) -> None:
         self.groups: dict[int, Group] = {}
         self.queue = WaitingQueue()
         self.running = running
+        self.offload = offload
         self.deadlines = Deadlines()
         self.is_step_in_flight = False
         self._leaving: list[Sequence] = []
         self._num_live = 0
+        self._journal = journal
         self._clock = clock
         self._observer = observer
 
@@ -54,14 +61,28 @@ class Roster:
         handle.num_cached_tokens = min(sequence.computed, sequence.num_prompt)
         if self.running.can_look_up(sequence):
             self._observer.on_prefix_lookup(sequence.num_prompt, handle.num_cached_tokens)
+            self._note_match(sequence)
+        elif sequence.request.explain_cache:
+            handle.cache_miss = Miss(MissReason.NOT_ASKED, 0)
 
-    def preempt(self, sequence: Sequence) -> None:
+    def fetch(self, sequence: Sequence) -> bool:
+        """Whether the first in the queue now waits for blocks that a tier has: others may go ahead meanwhile."""
+        if not self.offload.has_tier:
+            return False
+        is_fetching = self.offload.begin(sequence, *self.running.unknown(sequence))
+        if is_fetching:
+            self.queue.park(sequence)
+        return is_fetching
+
+    def preempt(self, sequence: Sequence, reason: PreemptionReason) -> None:
         """Send a running sequence back to its place in the queue, without blocks and slot."""
         assert not self.is_step_in_flight, "a step in flight may still write the victim's blocks"
+        assert not sequence.num_reserved, "a sequence that has all it may need is nobody's victim"
         self.running.leave(sequence)
+        sequence.num_preemptions += 1
         sequence.group.handle.num_preemptions += 1
         self._enqueue(sequence)
-        self._observer.on_preemption(sequence.request)
+        self._observer.on_preemption(sequence.request, reason)
 
     def release_held(self, group: Group) -> None:
         """The prompt is computed: let the other choices queue up, to share it."""
@@ -124,6 +145,16 @@ class Roster:
         for sequence in live:
             is_running = sequence.state is SequenceState.RUNNING
             assert is_running or not (sequence.table.block_ids or sequence.computed), "a waiting sequence holds blocks"
+
+    def _note_match(self, sequence: Sequence) -> None:
+        """Have the journal count what a new prompt found in the cache and, when asked, explain what it did not."""
+        request, handle, block_size = sequence.request, sequence.group.handle, sequence.table.block_size
+        digests = sequence.digests[: sequence.num_prompt // block_size]
+        chain = PromptChain(request.cache_namespace, request.cache_scope, digests, request.prompt_ids)
+        num_blocks = blocks_for(handle.num_cached_tokens, block_size)
+        self._journal.found(chain, num_blocks)
+        if request.explain_cache:
+            handle.cache_miss = self._journal.explain(chain, num_blocks, block_size)
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.WAITING

@@ -32,6 +32,14 @@ class SequenceState(Enum):
     ENDED = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Contents of consecutive blocks, from block number `first` on, read for a sequence that waits."""
+
+    first: int
+    data: tuple[bytes, ...]
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """One choice of a request.
@@ -45,6 +53,9 @@ class Sequence:
         num_synced: leading table entries that the engine's slot already knows.
         digests: prefix digests of its full blocks, as far as they were needed.
         num_published: leading blocks already offered to the prefix index.
+        num_reserved: tokens that its table has room for in advance; 0 grows a block at a time.
+        num_preemptions: how often it lost its blocks.
+        fetched: what a tier gave for its next entry; None when it was not asked.
         last_token_s: when its newest output token was committed.
     """
 
@@ -61,6 +72,9 @@ class Sequence:
     num_synced: int = 0
     digests: list[bytes] = field(default_factory=list)
     num_published: int = 0
+    num_reserved: int = 0
+    num_preemptions: int = 0
+    fetched: Fetched | None = None
     last_token_s: float | None = None
     num_prompt: int = field(init=False)
 
@@ -71,6 +85,16 @@ class Sequence:
     def num_output(self) -> int:
         """Accepted output tokens."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_left(self) -> int:
+        """Output tokens that may still follow."""
+        return self.request.max_tokens - self.num_output
+
+    @property
+    def num_longest(self) -> int:
+        """Tokens whose KV it can ever need: all but the last one it may give."""
+        return self.num_prompt + max(0, self.request.max_tokens - 1)
 
     @property
     def gap(self) -> int:
@@ -128,7 +152,7 @@ class Sequence:
 
     def reset(self) -> None:
         """Forget all progress but the tokens: its blocks and slot are gone."""
-        self.computed = self.num_synced = self.num_published = 0
+        self.computed = self.num_synced = self.num_published = self.num_reserved = 0
         self.draft = ()
         self.slot = NO_SLOT
 

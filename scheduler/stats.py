@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvpool.pool import PoolStats
+from kvpool.tier import TierStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,8 @@ class SchedulerStats:
         drain_tokens_per_s: measured rate at which tokens are computed; 0 before the first step.
         step_running_s: how long the step in flight has been running; None when idle.
         unhealthy: why the engine is considered dead; None when it is not.
+        tiers: where evicted blocks live on, fastest first; empty when there is none.
+        num_pinned_blocks: blocks that keys keep in the pool.
     """
 
     num_running: int
@@ -25,3 +28,5 @@ class SchedulerStats:
     is_draining: bool
     unhealthy: str | None
     pool: PoolStats
+    tiers: tuple[TierStats, ...] = ()
+    num_pinned_blocks: int = 0

@@ -6,6 +6,7 @@ published block must hold the prefix it is published under, and the accounting m
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import pytest
 from hypothesis import settings
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvpool.errors import OutOfBlocks
+from kvpool.pins import PrefixPins
 from kvpool.pool import BlockPool
-from kvpool.prefix import PrefixIndex, extend_chain, namespace_root
+from kvpool.prefix import PrefixBlock, PrefixIndex, extend_chain, namespace_root
 from kvpool.table import BlockTable
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
@@ -39,12 +41,33 @@ class PoolMachine(RuleBasedStateMachine):
         self.owners: list[Owner] = []
         self.memory: dict[int, list[int | None]] = {}
         self.published: dict[bytes, tuple[bytes, list[int]]] = {}
+        self.has_forgotten = False
+        self.evicted = b""
 
-    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 4))
-    def build(self, num_blocks: int, block_size: int) -> None:
+    def on_stored(self, block: PrefixBlock) -> None:
+        pass
+
+    def on_evicted(self, digest: bytes, block_id: int) -> None:
+        self.evicted = digest
+
+    def on_removed(self, digest: bytes) -> None:
+        """Children go before their parents: none is ever lost because its parent was evicted.
+
+        Owners release whole tables from the tail and hold what they found together with all before it; then plain LRU
+        order keeps the promise, pinned or not. A block that is made unfindable by force takes its children with it.
+        """
+        assert self.has_forgotten or digest == self.evicted
+
+    def on_cleared(self) -> None:
+        pass
+
+    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 4), pin_budget=st.integers(0, 6))
+    def build(self, num_blocks: int, block_size: int, pin_budget: int) -> None:
         self.size = block_size
         self.pool = BlockPool(num_blocks)
-        self.index = PrefixIndex(self.pool)
+        self.pins = PrefixPins(pin_budget)
+        self.pool.set_eviction_policy(self.pins)
+        self.index = PrefixIndex(self.pool, self)
         self.memory = {block_id: [None] * block_size for block_id in range(num_blocks)}
 
     @rule(tokens=TOKENS, root=st.sampled_from(ROOTS))
@@ -96,14 +119,25 @@ class PoolMachine(RuleBasedStateMachine):
         owner = self.pick(data)
         extend_chain(owner.root, owner.digests, owner.tokens, self.size)
         for number, digest in enumerate(owner.digests):
-            self.index.publish(digest, owner.table.block_ids[number])
-            self.published[digest] = (owner.root, owner.tokens[: (number + 1) * self.size])
+            tokens, own_id = owner.tokens[: (number + 1) * self.size], owner.table.block_ids[number]
+            parent = owner.digests[number - 1] if number else None
+            known_id = self.index.publish(PrefixBlock(digest, parent, tuple(tokens[-self.size :])), own_id)
+            if known_id is not None and known_id != own_id:
+                owner.table.replace(number, known_id)
+            self.published[digest] = (owner.root, tokens)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data(), key=st.sampled_from("abc"))
+    def pin(self, data: st.DataObject, key: str) -> None:
+        owner = self.pick(data)
+        self.pins.pin(key, list(takewhile(self.pool.is_findable, owner.table.block_ids)))
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         owner = self.pick(data)
         if owner.table.block_ids:
+            self.has_forgotten = True
             self.index.forget(data.draw(st.sampled_from(owner.table.block_ids)))
 
     @precondition(lambda self: self.owners)

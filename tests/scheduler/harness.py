@@ -14,7 +14,8 @@ from scheduler.config import SchedulerConfig
 from scheduler.handle import RequestHandle
 from scheduler.loop import Scheduler
 from scheduler.observer import NullObserver, RequestReport, StepReport
-from scheduler.request import FinishReason, Request
+from scheduler.offload import Backing
+from scheduler.request import FinishReason, PreemptionReason, Request
 from tests.fakes.clock import VirtualClock
 from tests.fakes.engine import FakeEngine
 
@@ -41,6 +42,7 @@ class Watcher(NullObserver):
         self.steps: list[StepReport] = []
         self.ends: list[RequestReport] = []
         self.preempted: list[str] = []
+        self.preemption_reasons: list[PreemptionReason] = []
         self.lookups: list[tuple[int, int]] = []
         self.ttfts: list[float] = []
         self.gaps: list[tuple[float, int]] = []
@@ -64,8 +66,9 @@ class Watcher(NullObserver):
     def on_prefix_lookup(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
         self.lookups.append((num_queried_tokens, num_hit_tokens))
 
-    def on_preemption(self, request: Request) -> None:
+    def on_preemption(self, request: Request, reason: PreemptionReason) -> None:
         self.preempted.append(request.request_id)
+        self.preemption_reasons.append(reason)
 
     def on_request_end(self, report: RequestReport) -> None:
         self.ends.append(report)
@@ -129,13 +132,18 @@ async def read(handle: RequestHandle) -> list[Answer]:
 
 @asynccontextmanager
 async def house(
-    *, num_blocks: int = 64, engine: dict[str, Any] | None = None, clean: bool = True, **settings: Any
+    *,
+    num_blocks: int = 64,
+    engine: dict[str, Any] | None = None,
+    clean: bool = True,
+    backing: Backing | None = None,
+    **settings: Any,
 ) -> AsyncIterator[House]:
     """A running scheduler; drained and checked for leaks on the way out (unless not `clean`)."""
     config = SchedulerConfig(**{"block_size": 4, "check_invariants": True, "max_model_len": 4096} | settings)
     clock, watcher, pool = VirtualClock(), Watcher(), BlockPool(num_blocks)
     fake = FakeEngine(num_blocks, config.block_size, clock=clock, **{"latency_s": 0.01} | (engine or {}))
-    scheduler = Scheduler(fake, pool, config, observer=watcher, clock=clock)
+    scheduler = Scheduler(fake, pool, config, observer=watcher, clock=clock, backing=backing)
     watcher.scheduler = scheduler
     task = asyncio.create_task(scheduler.run())
     try:

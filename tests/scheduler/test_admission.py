@@ -6,11 +6,10 @@ from scheduler.admission import DrainMeter
 from scheduler.config import SchedulerConfig
 from scheduler.errors import ContextTooLong, Draining, NeverFits, QueueFull
 from scheduler.observer import StepReport
-from scheduler.queue import WaitingQueue
 from tests.scheduler.harness import house, read, request
 
 
-@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(30, 3), (32, 1), (32, 0), (40, 1)])
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(30, 3), (32, 1), (33, 0), (40, 1)])
 async def test_what_exceeds_the_context_is_refused(num_prompt: int, max_tokens: int) -> None:
     async with house(max_model_len=32) as h:
         with pytest.raises(ContextTooLong, match="maximum context length is 32") as refusal:
@@ -18,7 +17,7 @@ async def test_what_exceeds_the_context_is_refused(num_prompt: int, max_tokens: 
         assert refusal.value.num_prompt_tokens == num_prompt
 
 
-@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(30, 2), (31, 1), (31, 0), (1, 31)])
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(30, 2), (31, 1), (32, 0), (1, 31)])
 async def test_what_fills_the_context_exactly_is_served(num_prompt: int, max_tokens: int) -> None:
     async with house(max_model_len=32) as h:
         [answer] = await h.answer(request(num_prompt, max_tokens))
@@ -66,6 +65,43 @@ async def test_the_queue_is_bounded_in_prompt_tokens_too() -> None:
             await read(handle)
 
 
+@pytest.mark.parametrize(("max_num_seqs", "bound"), [(4, 2), (1, 3), (3, 0)])
+async def test_a_burst_fills_the_free_slots_before_it_fills_the_queue(max_num_seqs: int, bound: int) -> None:
+    async with house(max_num_seqs=max_num_seqs, max_num_queued_reqs=bound) as h:
+        burst = [h.scheduler.submit(request(4, 3, seed=i)) for i in range(max_num_seqs + bound)]
+        with pytest.raises(QueueFull) as refusal:
+            h.scheduler.submit(request(4, 3))
+        assert (refusal.value.queue_depth, refusal.value.limit) == (bound, bound)
+        await h.steps(1)
+        with pytest.raises(QueueFull):
+            h.scheduler.submit(request(4, 3))
+        for handle in burst:
+            await read(handle)
+        await h.answer(request(4, 3))
+
+
+async def test_tokens_that_find_a_free_slot_do_not_fill_the_queue() -> None:
+    async with house(max_num_seqs=2, max_num_queued_tokens=10) as h:
+        burst = [h.scheduler.submit(request(20, 2)) for _ in range(2)]
+        burst.append(h.scheduler.submit(request(8, 2)))
+        with pytest.raises(QueueFull, match="tokens: 8 of 10"):
+            h.scheduler.submit(request(3, 2))
+        burst.append(h.scheduler.submit(request(2, 2)))
+        for handle in burst:
+            await read(handle)
+
+
+async def test_the_work_of_a_burst_that_finds_slots_is_no_reason_to_wait() -> None:
+    async with house(max_num_seqs=2, max_num_queued_reqs=1, engine={"latency_s": 1.0}) as h:
+        await h.answer(request(10, 1))  # ten tokens a second
+        burst = [h.scheduler.submit(request(n, 1)) for n in (200, 200, 50)]
+        with pytest.raises(QueueFull) as refusal:
+            h.scheduler.submit(request(4, 1))
+        assert refusal.value.retry_after_s == pytest.approx((50 + 1) / 10.0)
+        for handle in burst:
+            await read(handle)
+
+
 async def test_preempted_sequences_and_further_choices_do_not_fill_the_queue() -> None:
     async with house(max_num_seqs=1, max_num_queued_reqs=1) as h:
         handle = h.scheduler.submit(request(4, 6, num_choices=5))
@@ -81,16 +117,14 @@ def step_report(num_tokens: int, engine_s: float) -> StepReport:
 
 
 def test_retry_after_follows_the_queue_and_the_drain_rate() -> None:
-    meter, queue = DrainMeter(), WaitingQueue()
-    assert meter.retry_after_s(queue) == 1.0
-    queue.num_new_requests, queue.num_new_tokens = 10, 2000
-    assert meter.retry_after_s(queue) == 1.0, "nothing is known yet"
+    meter = DrainMeter()
+    assert meter.retry_after_s(0, 0) == 1.0
+    assert meter.retry_after_s(10, 2000) == 1.0, "nothing is known yet"
     for _ in range(100):
         meter.on_step(step_report(100, 0.5))
     assert meter.tokens_per_s == pytest.approx(200.0)
-    assert meter.retry_after_s(queue) == pytest.approx(10.0)
-    queue.num_new_tokens = 10**6
-    assert meter.retry_after_s(queue) == 60.0
+    assert meter.retry_after_s(10, 2000) == pytest.approx(10.0)
+    assert meter.retry_after_s(10, 10**6) == 60.0
 
 
 def test_the_drain_rate_forgets() -> None:
@@ -123,7 +157,7 @@ async def test_a_draining_scheduler_refuses() -> None:
             h.scheduler.submit(request())
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "block_size"])
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_num_queued_tokens", "block_size"])
 def test_settings_out_of_range_are_named(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         SchedulerConfig(**{name: 0})

@@ -83,7 +83,7 @@ async def test_choices_prefill_once_and_fork(num_prompt: int) -> None:
 
 
 async def test_a_lookup_is_told_once_per_request() -> None:
-    async with house(num_blocks=6) as h:
+    async with house(num_blocks=6, forecast_admission=False) as h:
         await h.answers([request(range(10 * i, 10 * i + 6), 12, seed=i, num_choices=2) for i in range(2)])
         assert h.watcher.preempted
         assert h.watcher.lookups == [(6, 0), (6, 0)]
@@ -159,3 +159,62 @@ async def test_prompt_logprobs_of_choices_are_taken_once() -> None:
                 outputs[event.choice] += event.token_ids
         assert [lp.token_id for lp in handle.prompt_logprobs] == list(range(2, 10))
         assert outputs == {choice: reference_tokens(r, choice) for choice in range(3)}
+
+
+@pytest.mark.parametrize("has_been_seen", [True, False])
+async def test_fifty_users_with_one_system_prompt_hold_one_copy_of_it(has_been_seen: bool) -> None:
+    """Also when all come at one instant and compute it side by side: equal blocks become one as they are filled."""
+    system, num_users = list(range(2, 82)), 50
+    users = [request([*system, user, user + 1, user + 2], 12, seed=user) for user in range(num_users)]
+    settings = {"num_blocks": 1400, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
+    async with house(**settings) as h:
+        if has_been_seen:
+            await h.answer(request(system, 1))
+        before = h.engine.num_steps
+        handles = [h.scheduler.submit(r) for r in users]
+        await h.steps(before + 3)
+        assert h.scheduler.stats().num_running == num_users
+        assert h.pool.stats().num_referenced == 80 // 4 + num_users * 2
+        for r, handle in zip(users, handles, strict=True):
+            assert [t async for events in handle for e in events for t in e.token_ids] == reference_tokens(r)
+
+
+async def test_a_block_that_takes_anothers_place_is_told_to_the_engine() -> None:
+    async with house() as h:
+        requests = [request([*range(2, 12), user], 9, seed=user) for user in range(3)]
+        answers = await h.answers(requests)
+        assert [a[0].token_ids for a in answers] == [reference_tokens(r) for r in requests]
+        second = h.engine.batches[1].rows
+        assert [row.block_offset for row in second] == [3, 0, 0]
+        assert second[0].block_ids == ()
+        assert second[1].block_ids[:2] == second[2].block_ids[:2]
+
+
+async def test_a_pinned_prefix_survives_pressure_and_others_do_not() -> None:
+    async with house(num_blocks=32, prefix_pin_share=0.25) as h:
+        pinned, other = request(range(2, 34), 2, pin_key="k"), request(range(40, 72), 2)
+        await h.answers([pinned, other])
+        assert h.scheduler.stats().num_pinned_blocks == 8
+        for number in range(6):
+            await h.answers([request(range(100 + 40 * number + i, 140 + 40 * number + i), 4) for i in range(2)])
+        await h.answer(pinned)
+        assert h.watcher.ends[-1].num_cached_tokens == 31
+        await h.answer(other)
+        assert h.watcher.ends[-1].num_cached_tokens == 0
+
+
+async def test_pins_give_way_to_a_request_that_needs_the_whole_pool() -> None:
+    async with house(num_blocks=16, prefix_pin_share=0.5) as h:
+        await h.answer(request(range(2, 34), 1, pin_key="k"))
+        handle = h.scheduler.submit(r := request(range(40, 50), 54))
+        assert [t async for events in handle for e in events for t in e.token_ids] == reference_tokens(r)
+
+
+async def test_pins_keep_their_blocks_from_a_crowd() -> None:
+    async with house(num_blocks=24, prefix_pin_share=0.5, forecast_admission=False) as h:
+        await h.answer(pinned := request(range(2, 34), 1, pin_key="k"))
+        requests = [request(range(40 + 9 * i, 50 + 9 * i), 12, seed=i) for i in range(8)]
+        answers = await h.answers(requests)
+        assert [a[0].token_ids for a in answers] == [reference_tokens(r) for r in requests]
+        await h.answer(pinned)
+        assert h.watcher.ends[-1].num_cached_tokens == 31

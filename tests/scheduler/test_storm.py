@@ -8,7 +8,7 @@ import pytest
 
 from engine.batch import Batch, Row
 from engine.errors import StepError
-from scheduler.config import SchedulingPolicy
+from scheduler.config import SchedulerConfig, SchedulingPolicy
 from scheduler.errors import QueueFull
 from scheduler.handle import RequestHandle
 from scheduler.request import FinishReason, Request
@@ -95,7 +95,8 @@ async def storm(
     seed: int, num_requests: int, engine: dict[str, Any], *, meant_to_preempt: bool = True, **settings: Any
 ) -> list[Client]:
     """Let it rain; give the clients for a closer look."""
-    settings = {"max_num_batched_tokens": 13, "max_num_seqs": 6, "max_num_queued_reqs": 20} | settings
+    limits = {"max_num_batched_tokens": 13, "max_num_seqs": 6, "max_num_queued_reqs": 20}
+    settings = limits | {"forecast_admission": False} | settings
     rng = random.Random(seed)
     async with house(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, engine=engine, **settings) as h:
         clients = [Client(h, random.Random(rng.random())) for _ in range(num_requests)]
@@ -108,6 +109,8 @@ async def storm(
         delivered = sum(len(output) for client in clients for output in client.outputs)
         assert sum(report.num_output_tokens for report in h.watcher.ends) == delivered
         assert h.watcher.preempted or not meant_to_preempt
+        most = settings.get("max_preemptions", SchedulerConfig().max_preemptions)
+        assert all(end.num_preemptions <= most * end.request.num_choices for end in h.watcher.ends)
     return clients
 
 
@@ -126,7 +129,14 @@ async def test_a_storm_is_answered_and_leaves_every_block_free(seed: int, policy
 
 @pytest.mark.parametrize(
     ("settings", "meant_to_preempt"),
-    [({"max_num_batched_tokens": 1}, False), ({"enable_prefix_caching": False}, True), ({"max_num_seqs": 1}, False)],
+    [
+        ({"max_num_batched_tokens": 1}, False),
+        ({"enable_prefix_caching": False}, True),
+        ({"max_num_seqs": 1}, False),
+        ({"forecast_admission": True}, False),
+        ({"max_preemptions": 1}, True),
+        ({"max_preemptions": 1, "policy": SchedulingPolicy.PRIORITY, "max_num_batched_tokens": 3}, True),
+    ],
 )
 async def test_a_storm_under_other_settings(settings: dict[str, Any], meant_to_preempt: bool) -> None:
     await storm(11, 150, {}, meant_to_preempt=meant_to_preempt, **settings)

@@ -1,0 +1,100 @@
+"""From the scheduler's state to the frozen picture that `scheduler.predict` plays forward. Read-only.
+
+Knows sequences, tables and the prefix index; changes none of them.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+
+from kvpool.pool import BlockPool
+from kvpool.prefix import extend_chain
+from kvpool.table import blocks_for
+from scheduler.config import SchedulerConfig
+from scheduler.forecast import LengthForecast
+from scheduler.predict import Load, Outlook, StepClock
+from scheduler.request import Request
+from scheduler.roster import Roster
+from scheduler.sequence import Sequence, SequenceState
+
+TYPICAL = 0.5
+"""Which quantile of answers' lengths others are expected to have: their times matter here, not their worst case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What `Scheduler.foresee` answers: the moment, the request as a load, and what the prefix cache has of it.
+
+    `num_concurrent` is how many such requests, each with a prompt of its own, run at once when nothing else does.
+    """
+
+    outlook: Outlook
+    load: Load
+    num_cached_tokens: int
+    num_concurrent: int
+
+
+class Foresight:
+    """Takes pictures of one scheduler."""
+
+    def __init__(self, roster: Roster, pool: BlockPool, config: SchedulerConfig, forecast: LengthForecast) -> None:
+        self.step_clock = StepClock()
+        self._roster = roster
+        self._pool = pool
+        self._config = config
+        self._forecast = forecast
+
+    def question(self, request: Request, step_running_s: float | None) -> Question:
+        """The picture of now; `step_running_s` is how long the step in flight has run, None when none is."""
+        load, num_cached = self._load_of(request)
+        num_tokens = len(request.prompt_ids) + max(0, request.max_tokens - 1)
+        num_blocks = blocks_for(num_tokens, self._config.block_size)
+        num_concurrent = min(self._config.max_num_seqs, self._pool.num_blocks // num_blocks)
+        return Question(self._outlook(step_running_s), load, num_cached, num_concurrent)
+
+    def _outlook(self, step_running_s: float | None) -> Outlook:
+        size, running = self._config.block_size, self._roster.running
+        sequences = [s for s in running.sequences if s.state is SequenceState.RUNNING]
+        own = {s: running.num_own_blocks(s) for s in sequences}
+        groups = self._roster.groups.values()
+        held = sorted((s for group in groups for s in group.held()), key=lambda s: s.order)
+        times = self.step_clock.times
+        left_s = 0.0 if step_running_s is None or times is None else max(0.0, times.mean_s - step_running_s)
+        return Outlook(
+            running=tuple(self._running(s, num_own) for s, num_own in own.items()),
+            waiting=tuple(self._waiting(s) for s in chain(self._roster.queue, held)),
+            num_slots=self._config.max_num_seqs,
+            num_step_tokens=self._config.max_num_batched_tokens,
+            num_pool_tokens=(self._pool.num_spare + sum(own.values())) * size,
+            times=times,
+            step_left_s=left_s,
+        )
+
+    def _running(self, sequence: Sequence, num_own: int) -> Load:
+        """A sequence that runs, without the blocks that it shares."""
+        num_shared = (len(sequence.table.block_ids) - num_own) * self._config.block_size
+        return self._load(len(sequence.tokens) - num_shared, sequence.gap, self._growth(sequence))
+
+    def _waiting(self, sequence: Sequence) -> Load:
+        """A sequence that does not run. A further choice forks its prompt from the first one."""
+        num_tokens = 1 if sequence.state is SequenceState.HELD else len(sequence.tokens)
+        return self._load(num_tokens, num_tokens, self._growth(sequence))
+
+    def _load(self, num_held: int, num_gap: int, num_output: int) -> Load:
+        """Half of a last block is counted as held, as it will be on average; so does the scheduler itself."""
+        return Load(num_held + self._config.block_size // 2, num_gap, num_output)
+
+    def _load_of(self, request: Request) -> tuple[Load, int]:
+        """A request that is not queued, and how many tokens of it the prefix cache has."""
+        num_prompt, size = len(request.prompt_ids), self._config.block_size
+        block_ids: list[int] = []
+        if self._config.enable_prefix_caching and request.use_prefix_cache:
+            digests: list[bytes] = []
+            extend_chain(request.cache_namespace, digests, request.prompt_ids, size)
+            block_ids = self._roster.running.prefix_index.match(digests)
+        num_cached = min(len(block_ids) * size, num_prompt - 1)
+        num_shared = sum(self._pool.ref_count(block_id) > 0 for block_id in block_ids)
+        load = self._load(num_prompt - num_shared * size, num_prompt - num_cached, request.max_tokens)
+        return load, num_cached
+
+    def _growth(self, sequence: Sequence) -> int:
+        return self._forecast.growth(sequence, TYPICAL)
