@@ -93,6 +93,11 @@ class GrammarSpec:
         """The same answer, but only after a reasoning section."""
         return replace(self, prefix=prefix)
 
+    def as_rule(self, rule: str) -> EmbeddedSchema | None:
+        """This spec as a schema for a structure to embed; None where it is no schema."""
+        is_schema = self.kind in ("json_object", "json_schema")
+        return EmbeddedSchema(rule, self.payload, self.param) if is_schema else None
+
     @property
     def num_bytes(self) -> int:
         """The size of everything in it, in characters of its text forms."""

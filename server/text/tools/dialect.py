@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from server.text.grammar_spec import GrammarSpec
+from server.text.grammar_spec import EmbeddedSchema, GrammarSpec
 from server.text.pieces import TextRouter
 
 Message = dict[str, Any]
@@ -101,11 +101,23 @@ class ToolDialect(Protocol):
     def shows_special_tokens(self) -> bool:
         """The call markers are special tokens, so text must be decoded with special tokens kept for the router."""
 
+    @property
+    def opening(self) -> str | None:
+        """What a call opens with, where text may stand before it; None where calls are the whole answer anyway."""
+
     def render_messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         """The messages as the chat template must see them; unchanged copies where the template knows tools."""
 
-    def grammar(self, tools: Sequence[Tool], choice: ToolChoice, parallel: bool) -> GrammarSpec | None:
-        """What the answer must look like under this choice; None where nothing needs constraining."""
+    def grammar(
+        self, tools: Sequence[Tool], choice: ToolChoice, parallel: bool, answer: EmbeddedSchema | None = None
+    ) -> GrammarSpec | None:
+        """What the answer must look like under this choice; None where nothing needs constraining.
+
+        With `answer`, an answer without calls has to fit that schema, and there is no text besides calls.
+
+        Raises:
+            GrammarError: the tools or the choice can't be held to, or calls and `answer` would look alike.
+        """
 
     def router(self, tools: Sequence[Tool], *, new_id: IdSource = new_call_id) -> TextRouter:
         """A router for one answer that finds calls of `tools` (the callable ones); other text is content."""

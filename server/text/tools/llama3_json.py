@@ -3,13 +3,23 @@
 A `<|python_tag|>` may stand before. An answer that begins otherwise is content to its end, whatever it holds.
 """
 
+import json
 from collections.abc import Sequence
 
-from server.text.grammar_spec import GrammarSpec, Marker
+from server.text.grammar_spec import EmbeddedSchema, GrammarError, GrammarSpec, Marker
 from server.text.pieces import TextRouter
 from server.text.tools.dialect import IdSource, Message, Tool, ToolChoice, new_call_id
 from server.text.tools.envelope import CallEnvelope
-from server.text.tools.grammar import alternatives, constrained_tools, embedded_arguments, named_object, repeated
+from server.text.tools.grammar import (
+    alternatives,
+    constrained_tools,
+    embedded_arguments,
+    may_have_property,
+    named_object,
+    repeated,
+    start_rule,
+    with_answer,
+)
 from server.text.tools.messages import with_parsed_arguments
 from server.text.tools.router import PhasedRouter
 from server.text.tools.scan import Status
@@ -23,23 +33,34 @@ class Llama3JsonDialect:
     name = "llama3_json"
     needs_prompt = False
     shows_special_tokens = True
+    opening = None
 
     def render_messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         """The messages with parsed arguments; the template writes the tools."""
         return with_parsed_arguments(messages)
 
-    def grammar(self, tools: Sequence[Tool], choice: ToolChoice, parallel: bool) -> GrammarSpec | None:
-        """Calls, or else text that does not begin like one."""
-        used = constrained_tools(tools, choice, parallel)
+    def grammar(
+        self, tools: Sequence[Tool], choice: ToolChoice, parallel: bool, answer: EmbeddedSchema | None = None
+    ) -> GrammarSpec | None:
+        """Calls, or else text that does not begin like one, or `answer` where that can't."""
+        used = constrained_tools(tools, choice, parallel, answer)
         if not used:
             return None
-        calls = repeated("call", "; ", choice, parallel)
+        if answer is not None and may_have_property(json.loads(answer.schema), "name"):
+            raise GrammarError(
+                "this model writes a tool call as a JSON object with a name, and the wanted content may be one too; "
+                "close its schema (additionalProperties: false) and let it have no property 'name', or send "
+                "tool_choice none or required",
+                answer.param,
+            )
+        calls = ("" if choice.forces_call else "tag? ") + repeated("call", "; ", choice, parallel)
         rules = [
-            f"start: {calls}" if choice.forces_call else f"start: OTHER | tag? {calls}",
+            start_rule(calls, choice, answer, f"OTHER | {calls}"),
             "OTHER: /(\\s*[^{\\s](.|\\n)*)?/",
             alternatives("call", used, named_object("parameters")),
         ]
-        return GrammarSpec("structural", "\n".join(rules), embedded_arguments(used, choice), (Marker("tag", TAG),))
+        schemas = with_answer(embedded_arguments(used, choice), answer)
+        return GrammarSpec("structural", "\n".join(rules), schemas, (Marker("tag", TAG),))
 
     def router(self, tools: Sequence[Tool], *, new_id: IdSource = new_call_id) -> TextRouter:
         """Reads calls from the answer's beginning."""

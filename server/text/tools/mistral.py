@@ -8,11 +8,19 @@ import re
 import secrets
 from collections.abc import Sequence
 
-from server.text.grammar_spec import GrammarSpec, Marker, lark_quote
+from server.text.grammar_spec import EmbeddedSchema, GrammarSpec, Marker, lark_quote
 from server.text.pieces import TextRouter
 from server.text.tools.dialect import MAX_PARALLEL_CALLS, IdSource, Message, Tool, ToolChoice
 from server.text.tools.envelope import CallEnvelope
-from server.text.tools.grammar import alternatives, constrained_tools, embedded_arguments, named_object, repeated
+from server.text.tools.grammar import (
+    alternatives,
+    constrained_tools,
+    embedded_arguments,
+    named_object,
+    repeated,
+    start_rule,
+    with_answer,
+)
 from server.text.tools.messages import with_parsed_arguments
 from server.text.tools.router import PhasedRouter
 from server.text.tools.scan import JsonScanner, Status, held_suffix
@@ -33,6 +41,7 @@ class MistralDialect:
 
     needs_prompt = False
     shows_special_tokens = True
+    opening = CALLS
 
     def __init__(self, compact: bool = False) -> None:
         self.name = "mistral_args" if compact else "mistral"
@@ -42,34 +51,27 @@ class MistralDialect:
         """The messages with parsed arguments and ids of the template's form."""
         return [_with_short_ids(message) for message in with_parsed_arguments(messages)]
 
-    def grammar(self, tools: Sequence[Tool], choice: ToolChoice, parallel: bool) -> GrammarSpec | None:
-        """The marker and calls, or free text that turns into calls with the marker."""
-        used = constrained_tools(tools, choice, parallel)
+    def grammar(
+        self, tools: Sequence[Tool], choice: ToolChoice, parallel: bool, answer: EmbeddedSchema | None = None
+    ) -> GrammarSpec | None:
+        """The marker and calls, or free text that turns into calls with the marker, or calls or else `answer`."""
+        used = constrained_tools(tools, choice, parallel, answer)
         if not used:
             return None
-        rules = self._compact_rules(used, choice, parallel) if self._compact else _array_rules(used, choice, parallel)
-        markers = (Marker("open", CALLS), Marker("args", ARGS))
-        return GrammarSpec("structural", "\n".join(rules), embedded_arguments(used, choice), markers)
-
-    def _compact_rules(self, used: Sequence[Tool], choice: ToolChoice, parallel: bool) -> list[str]:
         several = parallel and choice.mode != "named"
-        more = f" (open object){{0,{MAX_PARALLEL_CALLS - 1}}}" if several else ""
-        return [
-            f"start: open object{more}" if choice.forces_call else f"start: TEXT | open_lead object{more}",
-            alternatives("object", used, lambda i, tool: f"{lark_quote(tool.name)} args args_{i}"),
-        ]
+        if self._compact:
+            calls = "object" + (f" (open object){{0,{MAX_PARALLEL_CALLS - 1}}}" if several else "")
+            one = alternatives("object", used, lambda i, tool: f"{lark_quote(tool.name)} args args_{i}")
+        else:
+            calls = f'" "? "[" {repeated("object", ", ", choice, parallel)} "]"'
+            one = alternatives("object", used, named_object("arguments"))
+        start = start_rule(f"open {calls}", choice, answer, f"TEXT | open_lead {calls}")
+        schemas = with_answer(embedded_arguments(used, choice), answer)
+        return GrammarSpec("structural", f"{start}\n{one}", schemas, (Marker("open", CALLS), Marker("args", ARGS)))
 
     def router(self, tools: Sequence[Tool], *, new_id: IdSource = new_mistral_id) -> TextRouter:
         """Finds the marker, then reads either form."""
         return MistralRouter(tools, new_id)
-
-
-def _array_rules(used: Sequence[Tool], choice: ToolChoice, parallel: bool) -> list[str]:
-    array = f'" "? "[" {repeated("object", ", ", choice, parallel)} "]"'
-    return [
-        f"start: open {array}" if choice.forces_call else f"start: TEXT | open_lead {array}",
-        alternatives("object", used, named_object("arguments")),
-    ]
 
 
 def _with_short_ids(message: Message) -> Message:

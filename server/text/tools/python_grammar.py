@@ -25,7 +25,7 @@ _PLAIN = frozenset(
     }
 )
 
-_FREE = ['free: NAME "=" any', "NAME: /[A-Za-z_][A-Za-z0-9_]*/"]
+_FREE = ['free: NAME "=" any', "NAME: /[A-Za-z_][A-Za-z0-9_]{0,63}/"]
 """Keyword arguments of no particular kind."""
 
 

@@ -5,10 +5,10 @@ Arguments become JSON when a call is complete, so they come in one piece. An ans
 
 from collections.abc import Sequence
 
-from server.text.grammar_spec import GrammarSpec
+from server.text.grammar_spec import EmbeddedSchema, GrammarSpec
 from server.text.pieces import TextRouter
 from server.text.tools.dialect import IdSource, Message, Tool, ToolChoice, new_call_id
-from server.text.tools.grammar import constrained_tools, repeated
+from server.text.tools.grammar import constrained_tools, repeated, start_rule, with_answer
 from server.text.tools.messages import with_parsed_arguments
 from server.text.tools.python_call import CallScanner, parse_call
 from server.text.tools.python_grammar import call_rules
@@ -25,20 +25,24 @@ class PythonicDialect:
     name = "pythonic"
     needs_prompt = False
     shows_special_tokens = True
+    opening = None
 
     def render_messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         """The messages with parsed arguments; the template writes the tools."""
         return with_parsed_arguments(messages)
 
-    def grammar(self, tools: Sequence[Tool], choice: ToolChoice, parallel: bool) -> GrammarSpec | None:
-        """A list of calls, or else text that does not begin like one."""
-        used = constrained_tools(tools, choice, parallel)
+    def grammar(
+        self, tools: Sequence[Tool], choice: ToolChoice, parallel: bool, answer: EmbeddedSchema | None = None
+    ) -> GrammarSpec | None:
+        """A list of calls, or else text that does not begin like one (JSON never does: no value goes on with a `(`)."""
+        used = constrained_tools(tools, choice, parallel, answer)
         if not used:
             return None
         calls = f'"[" {repeated("call", ", ", choice, parallel)} "]"'
-        start = f"start: {calls}" if choice.forces_call else f"start: OTHER | {calls}"
+        start = start_rule(calls, choice, answer, f"OTHER | {calls}")
         rules, schemas = call_rules(used, choice)
-        return GrammarSpec("structural", "\n".join([start, "OTHER: /(\\s*[^\\[\\s](.|\\n)*)?/", *rules]), schemas)
+        text = "\n".join([start, "OTHER: /(\\s*[^\\[\\s](.|\\n)*)?/", *rules])
+        return GrammarSpec("structural", text, with_answer(schemas, answer))
 
     def router(self, tools: Sequence[Tool], *, new_id: IdSource = new_call_id) -> TextRouter:
         """Reads calls from the answer's beginning."""
