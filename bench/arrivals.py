@@ -73,4 +73,8 @@ class Poisson:
         return list(await asyncio.gather(*running))
 
 
-Arrival = Closed | Poisson
+class Arrival(Protocol):
+    """A way for requests to arrive; prints as the table shows it."""
+
+    async def send(self, asker: Asker, requests: Sequence[bytes], rng: random.Random) -> list[Exchange]:
+        """Send them all; their exchanges in the same order."""

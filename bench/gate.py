@@ -90,7 +90,8 @@ def reference_steps(model: Path, prompts: Sequence[Sequence[int]], num_out: int)
     asked = json.dumps([list(prompt) for prompt in prompts])
     done = subprocess.run(command, cwd=ROOT, input=asked, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise GateFailed(f"no reference answer: {done.stderr.strip().splitlines()[-1:]}")
+        last = done.stderr.strip().splitlines()[-1:]
+        raise GateFailed(f"transformers gave no reference, its process ended with {done.returncode}: {last}")
     return [_steps(json.loads(line)) for line in done.stdout.splitlines()]
 
 

@@ -58,8 +58,8 @@ def section(session: Session) -> str:
     parts = [
         f"## {session.model}",
         f"Bounds measured around the run: stream read {session.bounds.read_bytes_per_s / 1e9:.1f} GB/s; GEMM {gemm} "
-        f"GFLOP/s. Greedy; every prompt has a beginning of its own except in `prefix`; warm-up excluded; medians over "
-        f"repeats, servers in turn; {slo}.",
+        f"GFLOP/s. Greedy; prefix caches as the servers have them, but every prompt has a beginning of its own, except "
+        f"in `prefix`; warm-up excluded; medians over repeats, servers in turn; {slo}.",
         served_table(session),
         main_table(session),
     ]
@@ -107,7 +107,7 @@ def main_table(session: Session) -> str:
         for name, figures in medians.items():
             rows.append(_row(session, outcome, name, figures, first))
     head = ["mix", "load", "target", "requests", "out tok/s", "ratio", "wall s", "TTFT s", "ITL ms", "TPOT ms"]
-    note = "TTFT, ITL and TPOT: p50 / p95 / p99."
+    note = "TTFT, ITL and TPOT: p50 / p95 / p99. Ratio: of the output rate, to the first target's."
     return table([*head, "goodput /s", "of bound", "generator"], rows, num_left=3) + f"\n\n{note}"
 
 

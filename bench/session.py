@@ -123,8 +123,8 @@ def _start(local: Local, cast: Cast, stack: contextlib.ExitStack, session: Sessi
         yield http(name, url.rstrip("/").removesuffix("/v1"), url)
     for name, command in cast.commands.items():
         _say(f"starting {name}")
-        url = stack.enter_context(from_command(command.format(model=model), logs / f"{name}.log"))
-        yield http(name, url, command.format(model=local.path.name))
+        url = stack.enter_context(from_command(command.replace("{model}", model), logs / f"{name}.log"))
+        yield http(name, url, command.replace("{model}", local.path.name))
     if cast.has_offline:
         settings = next(iter(cast.ours.values()), "").split()
         _say("loading the model without a server")
@@ -163,7 +163,7 @@ def _run_cells(plan: Plan, targets: Sequence[Target], prose: Prose, session: Ses
     if not open_targets:
         return
     capacity = capacity_per_s(session.outcomes, open_targets[0].name)
-    for cell in tqdm(plan.open_cells(capacity), desc="open loop", unit="cell", disable=not plan.shares):
+    for cell in tqdm(plan.open_cells(capacity), desc="open loop", unit="cell", disable=not (plan.shares or plan.rates)):
         session.outcomes.append(run_cell(cell, open_targets, prose, session.slo))
 
 

@@ -259,7 +259,7 @@ def offline(name: str, model: str, flags: Sequence[str], log: Path) -> Iterator[
         except ServerFailed as error:
             raise ServerFailed(f"{error}:\n{tail(log)}") from error
         how = f"without a server {' '.join(flags)}".strip()
-        yield OfflineTarget(name, process, Served(Path(model).stem, how=how, **told))
+        yield OfflineTarget(name, process, Served(Path(model).name, how=how, **told))
     finally:
         if process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):

@@ -27,11 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=num_cores())
     parser.add_argument("--slots", type=int, default=32, help="requests that run at once")
     parser.add_argument("--slot-context", type=int, default=2560, help="tokens of one request at most")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="after --, further flags of llama-server")
+    parser.add_argument("--flags", default="", help="further flags of llama-server, as one text: --flags='--no-mmap'")
     args = parser.parse_args(argv)
     binary = find_binary(args.venv) if args.venv else Path(BINARY)
     port = free_port()
-    command = [str(binary), *flags_of(args, port), *(flag for flag in args.flags if flag != "--")]
+    command = [str(binary), *flags_of(args, port), *args.flags.split()]
     environ = {**os.environ, "LD_LIBRARY_PATH": str(binary.parent)}
     return serve_until_told(command, f"http://127.0.0.1:{port}", "/health", environ)
 

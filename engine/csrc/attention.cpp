@@ -34,15 +34,20 @@ static void score_block(const float* const* q, const float* const* k, int dim, f
   int d = 0;
   for (; d + kLanes <= dim; d += kLanes) {
     vfloat key[4];
+#pragma GCC unroll 16
     for (int j = 0; j < 4; ++j) key[j] = load(k[j] + d);
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const vfloat x = load(q[m] + d);
+#pragma GCC unroll 16
       for (int j = 0; j < 4; ++j) sum[m][j] += x * key[j];
     }
   }
+#pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
     reduce_add4(sum[m], scores[m]);
     for (int rest = d; rest < dim; ++rest)
+#pragma GCC unroll 16
       for (int j = 0; j < 4; ++j) scores[m][j] += q[m][rest] * k[j][rest];
   }
 }
@@ -50,6 +55,7 @@ static void score_block(const float* const* q, const float* const* k, int dim, f
 static void score_tile(const float* q, int count, AttentionScratch& s, int n, int dim) {
   for (int j = 0; j < n; j += 4) {
     const float* keys[4];
+#pragma GCC unroll 16
     for (int i = 0; i < 4; ++i) keys[i] = s.key_rows[std::min(j + i, n - 1)];
     int m = 0;
     for (; m + 2 <= count; m += 2) {
@@ -97,11 +103,16 @@ static void value_block(const float* const* weights, const float* const* v, int 
   vfloat acc[M][kWide] = {};
   for (int j = 0; j < n; ++j) {
     vfloat value[kWide];
+#pragma GCC unroll 16
     for (int i = 0; i < kWide; ++i) value[i] = load(v[j] + d + i * kLanes);
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
       for (int i = 0; i < kWide; ++i) acc[m][i] += splat(weights[m][j]) * value[i];
   }
+#pragma GCC unroll 16
   for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
     for (int i = 0; i < kWide; ++i) store(out[m] + d + i * kLanes, acc[m][i]);
 }
 
@@ -111,6 +122,7 @@ static void value_rows(const float* const* weights, const float* const* v, int n
   for (; d + 4 * kLanes <= dim; d += 4 * kLanes) value_block<M, 4>(weights, v, n, d, out);
   for (; d + kLanes <= dim; d += kLanes) value_block<M, 1>(weights, v, n, d, out);
   for (; d < dim; ++d)
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       float sum = 0.0f;
       for (int j = 0; j < n; ++j) sum += weights[m][j] * v[j][d];

@@ -12,6 +12,8 @@
 
 namespace quire {
 
+// Loops over registers carry `#pragma GCC unroll`: unrolled early, their arrays become registers at every -O level. The
+// innermost functions are not inlined: among others' variables they would run out of registers.
 constexpr int kHalf = 16, kHalves = kPanel / kHalf;  // rows of W that are worked on together, and how often they fit
 constexpr int kVectors = kHalf / kLanes;
 constexpr int kLineBytes = 64, kLineStride = kHalves * kLineBytes;
@@ -137,10 +139,12 @@ static inline void store_row(const Matrix& m, const Product& p, int64_t row, int
   const int64_t count = std::min<int64_t>(kHalf, m.out - first);
   float* y = p.y + row * p.y_stride + first;
   if (count == kHalf && !m.bias) {
+#pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) store(y + i * kLanes, p.add ? load(y + i * kLanes) + acc[i] : acc[i]);
     return;
   }
   alignas(64) float line[kHalf];
+#pragma GCC unroll 16
   for (int i = 0; i < kVectors; ++i) store(line + i * kLanes, acc[i]);
   for (int64_t j = 0; j < count; ++j) {
     const float value = line[j] + (m.bias ? m.bias[first + j] : 0.0f);
@@ -150,7 +154,7 @@ static inline void store_row(const Matrix& m, const Product& p, int64_t row, int
 
 // Rows [row, row + M) of x times H halves of panels: independent sums hide the latency of each other's additions.
 template <int F, int M, int H>
-static void few_rows(const Matrix& m, const Product& p, int64_t row, int64_t first_half) {
+[[gnu::noinline]] static void few_rows(const Matrix& m, const Product& p, int64_t row, int64_t first_half) {
   using S = Storage<F>;
   constexpr int kUnit = S::kScaled ? S::kScaled : kGroup;
   const int units = m.padded_in() / kUnit;
@@ -160,53 +164,69 @@ static void few_rows(const Matrix& m, const Product& p, int64_t row, int64_t fir
   vfloat acc[H][M][kVectors] = {};
   for (int g = 0; g < units; ++g) {
     vfloat part[H][M][kVectors];
+#pragma GCC unroll 16
     for (int h = 0; h < H; ++h)
+#pragma GCC unroll 16
       for (int r = 0; r < M; ++r)
+#pragma GCC unroll 16
         for (int i = 0; i < kVectors; ++i) part[h][r][i] = S::kScaled ? vfloat{} : acc[h][r][i];
 #pragma GCC unroll 2
     for (int k = 0; k < kUnit; k += S::kColumns, x += S::kColumns, line += kLineStride) {
       const char* lines[H];
+#pragma GCC unroll 16
       for (int h = 0; h < H; ++h) {
         lines[h] = line + h / kHalves * panel_bytes + h % kHalves * kLineBytes;
         __builtin_prefetch(lines[h] + kPrefetch);
       }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int step = 0; step < S::kColumns; ++step)
+#pragma GCC unroll 16
         for (int h = 0; h < H; ++h) {
           vfloat w[kVectors];
+#pragma GCC unroll 16
           for (int i = 0; i < kVectors; ++i) w[i] = S::column(lines[h], i, step);
+#pragma GCC unroll 16
           for (int r = 0; r < M; ++r)
+#pragma GCC unroll 16
             for (int i = 0; i < kVectors; ++i) part[h][r][i] += splat(x[r * p.x_stride + step]) * w[i];
         }
     }
+#pragma GCC unroll 16
     for (int h = 0; h < H; ++h)
+#pragma GCC unroll 16
       for (int i = 0; i < kVectors; ++i) {
         if constexpr (S::kScaled == 0) {
+#pragma GCC unroll 16
           for (int r = 0; r < M; ++r) acc[h][r][i] = part[h][r][i];
         } else {
           const Half<F> half{m, first_half + h};
           const vfloat scale = half.scale(g, i);
+#pragma GCC unroll 16
           for (int r = 0; r < M; ++r) acc[h][r][i] += scale * part[h][r][i];
           if (has_minima<F>(m)) {
             const vfloat low = half.minimum(g, i, scale);
+#pragma GCC unroll 16
             for (int r = 0; r < M; ++r) acc[h][r][i] += low * splat(p.scratch[(row + r) * units + g]);
           }
         }
       }
   }
+#pragma GCC unroll 16
   for (int h = 0; h < H; ++h)
+#pragma GCC unroll 16
     for (int r = 0; r < M; ++r) store_row(m, p, row + r, (first_half + h) * kHalf, acc[h][r]);
 }
 
-// M rows of x times all of some halves. One row is bound by memory, where more panels side by side are more streams;
+// M rows of x times all of some panels. One row is bound by memory, where more panels side by side are more streams;
 // half bytes are bound by arithmetic.
 template <int F, int M>
-static void tile(const Matrix& m, const Product& p, int64_t row, Range halves) {
+static void tile(const Matrix& m, const Product& p, int64_t row, Range halves) {  // whole panels
   constexpr int kSpare = kVectors == 1 ? 2 : 1;  // wide vectors leave registers for twice as much
   constexpr int kTogether = kSpare * (M > 2 ? 1 : M == 2 || F == kQ4 ? 2 : 4);
   int64_t half = halves.begin;
   for (; half + kTogether <= halves.end; half += kTogether) few_rows<F, M, kTogether>(m, p, row, half);
-  for (; half < halves.end; ++half) few_rows<F, M, 1>(m, p, row, half);
+  if constexpr (kTogether > kHalves)
+    for (; half < halves.end; half += kHalves) few_rows<F, M, kHalves>(m, p, row, half);
 }
 
 template <int F>
@@ -232,7 +252,7 @@ static void direct_rows(const Matrix& m, const Product& p, Range halves, int64_t
     }
 }
 
-// A slice of half a panel in the L1 cache: q (or the value itself) as floats, and the scales and minima of its groups.
+// A slice of half a quantized panel in the L1 cache: q as floats, and the scales and minima of its groups.
 struct Slice {
   alignas(64) float values[kSlice * kHalf];
   alignas(64) float scales[kSlice / 16 * kHalf], lows[kSlice / 16 * kHalf];
@@ -243,13 +263,15 @@ static void widen_slice(const Matrix& m, const Half<F>& half, int first, int cou
   using S = Storage<F>;
   const char* line = half.lines() + static_cast<int64_t>(first) / S::kColumns * kLineStride;
   for (int k = 0; k < count; k += S::kColumns, line += kLineStride) {
+#pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int step = 0; step < S::kColumns; ++step)
         store(slice.values + (k + step) * kHalf + i * kLanes, S::column(line, i, step) * splat(1.0f / S::power(step)));
   }
   if constexpr (S::kScaled != 0)
     for (int g = 0; g < count / S::kScaled; ++g)
+#pragma GCC unroll 16
       for (int i = 0; i < kVectors; ++i) {
         const vfloat scale = half.scale(first / S::kScaled + g, i);
         store(slice.scales + g * kHalf + i * kLanes, scale);
@@ -267,40 +289,30 @@ struct Block {
   int64_t sum_stride;
 };
 
-// c[R][16] += x[R][count] times widened columns [count][16].
-template <int R>
-static inline void accumulate(vfloat (*c)[kVectors], const float* x, int64_t x_stride, const float* w, int count) {
-  for (int k = 0; k < count; ++k, w += kHalf) {
-    vfloat line[kVectors];
-    for (int i = 0; i < kVectors; ++i) line[i] = load(w + i * kLanes);
-    for (int r = 0; r < R; ++r)
-      for (int i = 0; i < kVectors; ++i) c[r][i] += splat(x[r * x_stride + k]) * line[i];
-  }
-}
-
 template <int kUnit, int R>
-static void block_rows(const Block& b, const Slice& slice, int count) {
-  vfloat c[R][kVectors];
-  if constexpr (kUnit == 0) {
-    for (int r = 0; r < R; ++r)
-      for (int i = 0; i < kVectors; ++i) c[r][i] = load(b.acc + r * kHalf + i * kLanes);
-    accumulate<R>(c, b.x, b.x_stride, slice.values, count);
-    for (int r = 0; r < R; ++r)
-      for (int i = 0; i < kVectors; ++i) store(b.acc + r * kHalf + i * kLanes, c[r][i]);
-  } else {
-    for (int g = 0; g < count / kUnit; ++g) {
+[[gnu::noinline]] static void block_rows(const Block& b, const Slice& slice, int count) {
+  const float *x = b.x, *w = slice.values;
+  for (int g = 0; g < count / kUnit; ++g) {
+    vfloat c[R][kVectors] = {};
+    for (int k = 0; k < kUnit; ++k, ++x, w += kHalf) {
+      vfloat line[kVectors];
+#pragma GCC unroll 16
+      for (int i = 0; i < kVectors; ++i) line[i] = load(w + i * kLanes);
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r)
-        for (int i = 0; i < kVectors; ++i) c[r][i] = vfloat{};
-      accumulate<R>(c, b.x + g * kUnit, b.x_stride, slice.values + g * kUnit * kHalf, kUnit);
-      for (int i = 0; i < kVectors; ++i) {
-        const vfloat scale = load(slice.scales + g * kHalf + i * kLanes);
-        const vfloat low = b.sums ? load(slice.lows + g * kHalf + i * kLanes) : vfloat{};
-        for (int r = 0; r < R; ++r) {
-          float* acc = b.acc + r * kHalf + i * kLanes;
-          vfloat total = load(acc) + scale * c[r][i];
-          if (b.sums) total += low * splat(b.sums[r * b.sum_stride + g]);
-          store(acc, total);
-        }
+#pragma GCC unroll 16
+        for (int i = 0; i < kVectors; ++i) c[r][i] += splat(x[r * b.x_stride]) * line[i];
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i) {
+      const vfloat scale = load(slice.scales + g * kHalf + i * kLanes);
+      const vfloat low = b.sums ? load(slice.lows + g * kHalf + i * kLanes) : vfloat{};
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        float* acc = b.acc + r * kHalf + i * kLanes;
+        vfloat total = load(acc) + scale * c[r][i];
+        if (b.sums) total += low * splat(b.sums[r * b.sum_stride + g]);
+        store(acc, total);
       }
     }
   }
@@ -329,7 +341,7 @@ template <int F>
 static void widened_rows(const Product& p, const Half<F>& half, int first, int rows) {
   const Matrix& m = half.matrix;
   const bool sums = needs_sums<F>(m);
-  constexpr int kUnit = Storage<F>::kScaled ? Storage<F>::kScaled : kGroup;
+  constexpr int kUnit = Storage<F>::kScaled;
   const int padded = m.padded_in(), tiles = (rows + kWideTileRows - 1) / kWideTileRows, groups = padded / kUnit;
   alignas(64) float acc[kRowBlock * kHalf];
   std::fill_n(acc, rows * kHalf, 0.0f);
@@ -342,11 +354,12 @@ static void widened_rows(const Product& p, const Half<F>& half, int first, int r
       const int64_t row = first + begin;
       const Block block{p.x + row * p.x_stride + k, p.x_stride, acc + begin * kHalf,
                         sums ? p.scratch + row * groups + k / kUnit : nullptr, groups};
-      block_of<Storage<F>::kScaled>(end - begin, block, slice, count);
+      block_of<kUnit>(end - begin, block, slice, count);
     }
   }
   for (int row = 0; row < rows; ++row) {
     vfloat line[kVectors];
+#pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) line[i] = load(acc + row * kHalf + i * kLanes);
     store_row(m, p, first + row, half.index * kHalf, line);
   }
@@ -385,10 +398,12 @@ static void multiply_format(const Team& team, const Matrix& m, const Product& p)
   const Range panels = team.share(m.panels()), halves{panels.begin * kHalves, panels.end * kHalves};
   for (int first = 0; first < p.rows; first += kRowBlock) {
     const int rows = std::min(kRowBlock, p.rows - first);
-    if (direct)
-      direct_rows<F>(m, product, halves, first, rows);
-    else
-      for (int64_t half = halves.begin; half < halves.end; ++half) widened_rows<F>(product, {m, half}, first, rows);
+    if constexpr (Storage<F>::kScaled != 0)
+      if (!direct) {
+        for (int64_t half = halves.begin; half < halves.end; ++half) widened_rows<F>(product, {m, half}, first, rows);
+        continue;
+      }
+    direct_rows<F>(m, product, halves, first, rows);
   }
   if (needs_sums<F>(m)) team.wait();  // the scratch may be overwritten by whoever comes next
 }
