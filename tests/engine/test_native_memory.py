@@ -1,4 +1,4 @@
-"""Every kernel at the edges of its buffers: odd sizes, exact allocations. `make sanitize` runs this under sanitizers."""
+"""Every kernel at the edges of its buffers: odd sizes, exact allocations; `make sanitize` runs it under sanitizers."""
 
 import itertools
 
