@@ -113,7 +113,6 @@ class ServerState:
         self.metrics = metrics
         self.keys = keys
         self.started_at = time.time()  # Unix seconds
-        self.phase_times_s: dict[str, float] = {}  # phase or loading step -> seconds since the start
         self._origin_s = time.monotonic()
         self._phase = Phase.STARTING
         self._detail = ""
@@ -165,4 +164,3 @@ class ServerState:
 
     def _enter(self, phase: Phase, detail: str = "", fraction: float = 0.0) -> None:
         self._phase, self._detail, self._fraction = phase, detail, fraction
-        self.phase_times_s.setdefault(detail if phase is Phase.LOADING else phase.value, self.uptime_s)

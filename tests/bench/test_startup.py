@@ -1,0 +1,31 @@
+"""The start-up table: phases from a log, and the sums."""
+
+import json
+
+from bench.startup import ANSWER, FIRST, LAST, READY, phases_of, report
+
+
+def line(logger: str, message: str) -> str:
+    return json.dumps({"time": "", "level": "info", "logger": logger, "message": message})
+
+
+def test_phases_come_in_order_and_repeated_ones_add_up() -> None:
+    log = "\n".join(
+        [
+            line("quire.serve", "listening on http://127.0.0.1:1"),
+            line("quire.load", "importing torch: 1.50 s"),
+            line("quire.load", "loading weights: 0.25 s"),
+            line("quire.load", "loading weights: 0.50 s"),
+            line("quire.serve", "ready after 3.0 s: POST http://127.0.0.1:1"),
+        ]
+    )
+    assert phases_of(log) == {"importing torch": 1.5, "loading weights": 0.75}
+    assert list(phases_of(log)) == ["importing torch", "loading weights"]
+
+
+def test_the_table_shows_medians_and_judges_the_bar() -> None:
+    starts = [{FIRST: 0.5, "loading weights": s, LAST: 0.1, READY: 3.0 + s, ANSWER: 4.0} for s in (1.0, 3.0, 1.5)]
+    text = report(starts)
+    assert "| loading weights | 1.50 | 1.00 | 3.00 |" in text
+    assert text.endswith("met.")
+    assert report([{**start, READY: 5.5} for start in starts]).endswith("missed.")
