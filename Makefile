@@ -4,8 +4,9 @@ PYTHON     ?= $(shell for python in python3.13 python3.12 python3.11 python3; do
                 command -v $$python >/dev/null 2>&1 && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
                 >/dev/null 2>&1 && { echo $$python; break; }; done)
 VENV       ?= .venv
-# Which torch, and from where: PIP_ARGS goes to every pip call, for instance --index-url=... with CPU-only builds.
-TORCH_SPEC ?= torch==2.13.0
+# Which torch, and from where: the newest beside an NVIDIA GPU, a tried one for a CPU. PIP_ARGS goes to every pip call,
+# for instance --index-url=... with CPU-only builds.
+TORCH_SPEC ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.9,torch==2.13.0)
 PIP_ARGS   ?=
 HOST       ?= 127.0.0.1
 PORT       ?= 8000
