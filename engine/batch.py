@@ -9,6 +9,9 @@ only in these numbers. Order inside a step, fixed:
     3. `loads`    whole blocks are filled with what was read out of others, in this run or an earlier one
     4. `copies`   block copies, in the order given
     5. `rows`     block-table updates, KV writes, attention, sampling
+
+Steps run in the order they were given, and one may be given while those before it still run. A row may then begin with
+`PENDING`: the token that its slot samples in the step before, which nobody knows yet.
 """
 
 from dataclasses import dataclass
@@ -17,6 +20,9 @@ from typing import Protocol
 from engine.sampling.constraint import Constraint
 from engine.sampling.params import SamplingParams
 from kvpool.table import BlockCopy
+
+PENDING = -1
+"""Stands in a row's `token_ids` for the token that its slot sampled last, in a step given before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class Row:
     Attributes:
         slot: the sequence's slot.
         start: position of `token_ids[0]`; the KV of all earlier positions is in the pool.
-        token_ids: tokens to compute, at least one.
+        token_ids: tokens to compute, at least one; `PENDING` only as the first.
         block_offset, block_ids: the slot's block-table row becomes `block_ids` from entry `block_offset` on.
         sample: whether to sample the token after the last one (False for a prefill chunk that is not the last).
         num_drafts: how many of `token_ids`, at the end, are unverified drafts.
@@ -149,7 +155,10 @@ class StepEngine(Protocol):
     """What the scheduler needs of an engine."""
 
     async def step(self, batch: Batch) -> StepOutput:
-        """Run one step on the engine's own thread.
+        """Run one step on the engine's own thread, after those that were given before it.
+
+        May be called while earlier steps run, where the scheduler is told so (`max_steps_in_flight`). Where the step
+        before failed for a row, that row's `PENDING` may be any token: nobody will read what follows.
 
         Raises:
             StepError: the batch's rows are lost, the engine lives on.

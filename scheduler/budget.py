@@ -1,4 +1,4 @@
-"""How one step's tokens are shared out among the running sequences. Knows gaps; knows no blocks."""
+"""How one step's tokens are shared out among the running sequences. Knows gaps, less what is in flight; no blocks."""
 
 from collections.abc import Iterable
 
@@ -24,7 +24,7 @@ def allot(sequences: Iterable[Sequence], budget: TokenBudget) -> list[tuple[Sequ
     Sequences about to give output are served first (one token each, so that nobody's stream stalls behind a long
     prompt); what is left closes the larger gaps, first in order first.
     """
-    gaps = [(s, s.gap) for s in sequences]
+    gaps = [(s, num_ready) for s in sequences if (num_ready := s.num_ready)]
     if sum(gap for _, gap in gaps) <= budget.left:  # enough for all, whoever comes first
         return [(s, budget.take(gap)) for s, gap in gaps]
     by_length = sorted(gaps, key=lambda pair: not pair[0].is_caught_up)

@@ -92,7 +92,8 @@ class Committer:
         if row.num_drafts:
             sequence.table.truncate(max(len(sequence.tokens), sequence.num_reserved))
         self._roster.running.publish(sequence)
-        if output.draft:
+        sequence.is_drafting = bool(output.draft)
+        if output.draft and not sequence.num_flying:  # else its next step is on its way without
             sequence.draft = output.draft[: max(0, sequence.num_left - 1)]
 
     def _prompt_computed(self, sequence: Sequence) -> None:

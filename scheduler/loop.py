@@ -1,12 +1,24 @@
 """The loop: plan a step, run it, commit it; and the door through which requests come in.
 
-All state changes on one event loop; only the engine's own thread runs beside it. One step is in flight at a time.
-`plan`, engine and `commit` share nothing but the `Plan`, so that more steps in flight would change this file alone.
+All state changes on one event loop; only the engine's own threads run beside it. Steps fly: one is launched with its
+plan, lands with its output, and is committed then, in the order of launching. With two in flight the host works ahead
+of the device: it plans and launches step N + 1 while N runs, and commits N while N + 1 runs.
+
+    host      plan N+1 | launch |     wait      | commit N | plan N+2 | launch | ...
+    device      N ............................... | N+1 ........................... | N+2 ...
+
+So an end takes effect one step late: a row of N + 1 whose sequence ended in N is void, its output is dropped, and the
+sequence keeps slot and blocks until N + 1 has landed. What cannot be planned ahead waits until nothing is in flight,
+and is planned as it always was.
+
 The one broad `except` of the house is here: whatever breaks, every accepted request gets an answer.
 """
 
 import asyncio
 import logging
+from collections import deque
+from collections.abc import Awaitable
+from dataclasses import dataclass
 from functools import partial
 
 from engine.batch import StepEngine, StepOutput
@@ -34,6 +46,15 @@ from scheduler.sequence import Group, Sequence
 from scheduler.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """A step in flight: what it computes, how long that took to plan, and its output to come."""
+
+    plan: Plan
+    plan_s: float
+    output: Awaitable[StepOutput]
 
 
 class Scheduler:
@@ -72,6 +93,7 @@ class Scheduler:
         self._timer: asyncio.TimerHandle | None = None
         self._num_arrivals = 0
         self._num_failures = 0
+        self._flights: deque[Flight] = deque()
         self._step_began_s: float | None = None
         self._is_draining = False
         self._is_stopped = False
@@ -95,13 +117,10 @@ class Scheduler:
     async def run(self) -> None:
         """Serve until `stop`, or until a drain has finished. However it is left, no request stays unanswered."""
         try:
-            while not self._is_over:
-                began_s = self._clock.now()
-                plan = self._planner.plan()
-                if plan is None:
-                    await self._idle()
-                else:
-                    await self._step(plan, self._clock.now() - began_s)
+            while self._flights or not self._is_over:
+                if self._launch():
+                    continue
+                await (self._land() if self._flights else self._idle())
                 self._roster.expire()
         finally:
             self._shut_down()
@@ -198,31 +217,54 @@ class Scheduler:
         self._wake.clear()
         await self._wake.wait()
 
-    async def _step(self, plan: Plan, plan_s: float) -> None:
+    def _launch(self) -> bool:
+        """Plan one more step and give it to the engine; False when the next thing to do is to wait."""
+        if self._is_over or len(self._flights) >= self._config.max_steps_in_flight:
+            return False
+        began_s = self._clock.now()
+        plan = self._planner.plan_ahead() if self._flights else self._planner.plan()
+        if plan is None:
+            return False
+        output: Awaitable[StepOutput] = self._engine.step(plan.batch)
+        if self._config.max_steps_in_flight > 1:
+            output = asyncio.ensure_future(output)  # begins before anybody waits for it
+        if not self._flights:
+            self._step_began_s = self._clock.now()
+        self._flights.append(Flight(plan, self._clock.now() - began_s, output))
+        self._roster.is_step_in_flight = True
+        return True
+
+    async def _land(self) -> None:
+        """Wait for the oldest step in flight, and let it take effect."""
+        flight = self._flights[0]
         try:
-            output = await self._run_engine(plan)
-            self._commit(plan, output, plan_s)
+            self._commit(flight, await self._arrival(flight))
         except EngineDead as error:
             self._turn_unhealthy(f"The engine is dead: {error}")
         except Exception as error:  # noqa: BLE001  whatever it was, it fails these requests and no others
-            self._step_failed(plan, error)
+            self._step_failed(flight.plan, error)
 
-    async def _run_engine(self, plan: Plan) -> StepOutput:
-        self._step_began_s = self._clock.now()
-        self._roster.is_step_in_flight = True
+    async def _arrival(self, flight: Flight) -> StepOutput:
         try:
-            return await self._engine.step(plan.batch)
+            return await flight.output
         finally:
-            self._roster.is_step_in_flight = False
-            self._step_began_s = None
+            self._touch_down()
 
-    def _commit(self, plan: Plan, output: StepOutput, plan_s: float) -> None:
+    def _touch_down(self) -> None:
+        """The oldest step in flight is over, well or not."""
+        plan = self._flights.popleft().plan
+        for sequence, row in zip(plan.sequences, plan.batch.rows, strict=True):
+            sequence.land(row)
+        self._roster.is_step_in_flight = bool(self._flights)
+        self._step_began_s = self._clock.now() if self._flights else None
+
+    def _commit(self, flight: Flight, output: StepOutput) -> None:
         began_s = self._clock.now()
-        num_output_tokens = self._committer.commit(plan, output)
+        num_output_tokens = self._committer.commit(flight.plan, output)
         self._roster.settle()
         self._num_failures = 0
-        if plan.batch.rows:
-            self._report(plan, output, num_output_tokens, (plan_s, began_s))
+        if flight.plan.batch.rows:
+            self._report(flight.plan, output, num_output_tokens, (flight.plan_s, began_s))
 
     def _report(self, plan: Plan, output: StepOutput, num_output_tokens: int, times: tuple[float, float]) -> None:
         plan_s, began_s = times
@@ -254,8 +296,9 @@ class Scheduler:
             self._turn_unhealthy(f"{self._num_failures} engine steps in a row failed, at last with: {error}")
 
     def _turn_unhealthy(self, reason: str) -> None:
-        logger.error("unhealthy: %s", reason)
-        self._unhealthy = reason
+        if self._unhealthy is None:  # else a step that was in flight when it happened
+            logger.error("unhealthy: %s", reason)
+            self._unhealthy = reason
         self._offload.on_cleared()  # nothing will be read out any more
         self._roster.end_all(FinishReason.FAILED, reason)
         self._roster.settle()
@@ -278,9 +321,19 @@ class Scheduler:
     def _shut_down(self) -> None:
         if not self._is_over:
             self._unhealthy = self._unhealthy or "The scheduler's loop was ended."
+        while self._flights:  # nobody waits for them any more
+            _abandon(self._flights[0].output)
+            self._touch_down()
         self._roster.end_all(FinishReason.FAILED, "The server stopped before the request was finished.")
         self._roster.settle()
         self._offload.close()
         self._backing.close()
         if self._timer is not None:
             self._timer.cancel()
+
+
+def _abandon(output: Awaitable[StepOutput]) -> None:
+    """Have nobody told that an output was never asked for."""
+    if isinstance(output, asyncio.Future):
+        output.cancel()
+        output.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -6,6 +6,10 @@ Knows budget, queue and running set; knows no engine. Order of effects, fixed:
     2. make room    blocks: in policy order; whoever is behind gives way
     3. let in       from the queue's head while tokens, blocks and slots last; not in a step that preempted
     4. save         what the pool took from the cache for all this; with nothing else to do, what a crash would lose
+
+A step may be planned ahead, while the one before it is in flight. Its rows begin where that one ends, with tokens that
+are yet to be sampled. Only what is certain is planned ahead: whatever needs the step in flight to be done (a sequence
+that must give way, drafts to be verified, a table to give back) waits for it.
 """
 
 from dataclasses import dataclass, field
@@ -53,11 +57,11 @@ class _Sketch:
 
     def add_row(self, sequence: Sequence, num_tokens: int) -> None:
         """Compute the next `num_tokens` of `sequence`, whose room is certain."""
-        start, table = sequence.computed, sequence.table
+        start, table = sequence.num_planned, sequence.table
         first_changed, copies = table.prepare_write(start, start + num_tokens)
         offset = min(first_changed, sequence.num_synced)
-        num_accepted = min(num_tokens, len(sequence.tokens) - start)
-        closes_gap = start + num_tokens >= len(sequence.tokens)
+        num_accepted = min(num_tokens, len(sequence.tokens) + sequence.num_pending - start)
+        closes_gap = start + num_tokens >= len(sequence.tokens) + sequence.num_pending
         row = Row(
             slot=sequence.slot,
             start=start,
@@ -69,6 +73,7 @@ class _Sketch:
             prompt_targets=sequence.prompt_targets(num_tokens),
         )
         sequence.num_synced = len(table.block_ids)
+        sequence.take_off(row)
         self.copies.extend(copies)
         self.rows.append(row)
         self.sequences.append(sequence)
@@ -83,7 +88,8 @@ class Planner:
         self._num_steps = 0
 
     def plan(self) -> Plan | None:
-        """The next step, or None when nothing can be done now."""
+        """The next step, when none is in flight; None when nothing can be done now."""
+        assert not self._roster.is_step_in_flight, "beside a step in flight, only what is certain may be planned"
         self._roster.running.new_step()
         while True:
             sketch = _Sketch(TokenBudget(self._num_step_tokens))
@@ -95,6 +101,24 @@ class Planner:
             if not did_preempt:
                 assert self._roster.queue.head is None, "an idle engine must take what waits"
                 return self._save_idly(sketch)
+
+    def plan_ahead(self) -> Plan | None:
+        """A step to follow those in flight, or None when they must be done first.
+
+        All that run go on together: who would be left out now would be out of step with the others from then on.
+        """
+        running = self._roster.running
+        if any(s.is_drafting and s.num_flying for s in running.sequences):
+            return None
+        running.new_step()
+        sketch = _Sketch(TokenBudget(self._num_step_tokens))
+        grants = allot((s for s in running.sequences if s.state is SequenceState.RUNNING), sketch.budget)
+        if not running.has_room_for_all(grants):
+            return None
+        for sequence, num_tokens in grants:
+            sketch.add_row(sequence, num_tokens)
+        self._let_in(sketch)
+        return self._freeze(sketch, self._roster.offload.take_saves()) if sketch.rows else None
 
     def _serve_running(self, sketch: _Sketch) -> bool:
         """Give rows to running sequences; True when that preempted any."""

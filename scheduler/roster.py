@@ -27,7 +27,7 @@ class Roster:
         self.running = running
         self.offload = offload
         self.deadlines = Deadlines()
-        self.is_step_in_flight = False
+        self.is_step_in_flight = False  # the loop's to say
         self._leaving: list[Sequence] = []
         self._num_live = 0
         self._journal = journal
@@ -126,20 +126,22 @@ class Roster:
             self.end_group(group, FinishReason.DEADLINE)
 
     def settle(self) -> None:
-        """No step is in flight: take back what ended sequences still hold."""
-        assert not self.is_step_in_flight
-        for sequence in self._leaving:
+        """A step is done: take back what ended sequences still hold, but of those that another one still computes."""
+        done = [s for s in self._leaving if not s.num_flying]
+        self._leaving = [s for s in self._leaving if s.num_flying]
+        for sequence in done:
             self.running.leave(sequence)
-        self._leaving.clear()
 
     def check(self) -> None:
-        """Assert the invariants between steps; O(blocks + sequences)."""
-        assert not self._leaving, "an ended sequence still holds blocks"
+        """Assert the invariants after a step; O(blocks + sequences)."""
+        assert self.is_step_in_flight or not self._leaving, "an ended sequence still holds blocks"
         self.running.check()
         live = [s for group in self.groups.values() for s in group.sequences if s.state is not SequenceState.ENDED]
         assert len(live) == self._num_live, "live sequences are miscounted"
         by_state = {state: [s for s in live if s.state is state] for state in SequenceState}
-        assert set(by_state[SequenceState.RUNNING]) == set(self.running.sequences), "a running sequence is lost"
+        running = {*by_state[SequenceState.RUNNING], *self._leaving}
+        assert running == set(self.running.sequences), "a running sequence is lost"
+        assert self.is_step_in_flight or not any(s.num_flying for s in running), "a row never landed"
         assert len(by_state[SequenceState.WAITING]) == len(self.queue), "a waiting sequence is lost"
         assert all(group.is_active for group in self.groups.values()), "a request waits for nothing"
         for sequence in live:

@@ -7,6 +7,7 @@ unless it was preempted too often: then it enters with blocks for all it may eve
 
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import attrgetter
@@ -89,11 +90,15 @@ class RunningSet:
 
         Pinned prefixes give way to nobody but a sequence that runs alone: it must be able to go on.
         """
-        needed = sequence.table.needed_for(sequence.computed, sequence.computed + num_tokens)
+        needed = self._num_needed(sequence, num_tokens)
         if needed == 0:
             return True
         num_others = len(self.sequences) - (sequence.state is SequenceState.RUNNING)
         return needed + num_kept_back <= (self._pool.num_spare if num_others else self._pool.num_available)
+
+    def has_room_for_all(self, grants: Iterable[tuple[Sequence, int]]) -> bool:
+        """Whether all of these can write so many tokens each, without anybody giving way."""
+        return sum(self._num_needed(s, num_tokens) for s, num_tokens in grants) <= self._pool.num_spare
 
     def block_of(self, digest: bytes) -> int:
         """The block that holds a published prefix."""
@@ -171,10 +176,14 @@ class RunningSet:
         assert self.sequences == sorted(self.sequences, key=_order), "the running set is out of order"
         writers: Counter[int] = Counter()
         for sequence in self.sequences:
+            num_tokens = len(sequence.tokens) + sequence.num_pending
+            is_ended = sequence.state is SequenceState.ENDED
+            assert not is_ended or sequence.num_flying, "an ended sequence still holds blocks"
             assert 0 <= sequence.computed <= len(sequence.tokens), "computed is out of range"
-            assert sequence.table.capacity >= sequence.computed, "a table does not cover what was computed"
-            num_needed = blocks_for(max(len(sequence.tokens), sequence.num_reserved), self._block_size)
-            assert len(sequence.table.block_ids) <= num_needed, "a table holds blocks for no token"
+            assert is_ended or sequence.num_planned <= num_tokens, "a step in flight computes no known token"
+            assert sequence.table.capacity >= sequence.num_planned, "a table does not cover what is computed"
+            num_needed = blocks_for(max(num_tokens, sequence.num_reserved), self._block_size)
+            assert is_ended or len(sequence.table.block_ids) <= num_needed, "a table holds blocks for no token"
             writers.update(sequence.table.block_ids[sequence.computed // self._block_size :])
         assert all(count == 1 for count in writers.values()), "two sequences write one block"
         references = Counter(block_id for s in self.sequences for block_id in s.table.block_ids)
@@ -182,6 +191,11 @@ class RunningSet:
             assert self._pool.ref_count(block_id) == references[block_id], f"block {block_id} is miscounted"
         self._pool.check()
         self.prefix_index.check()
+
+    def _num_needed(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that its next `num_tokens` tokens take from the pool."""
+        start = sequence.num_planned
+        return sequence.table.needed_for(start, start + num_tokens)
 
     def _settle_in(self, sequence: Sequence) -> bool:
         """Give a waiting sequence what it can inherit, if there is room for the rest; else nothing."""

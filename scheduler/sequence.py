@@ -6,13 +6,19 @@ The whole state of progress is two numbers: `len(tokens)` and `computed`. Each s
     KV        computed ..................... |<---------- gap ------------>|
 
 A prefill chunk, a decode step, a prefix hit, a preempted sequence coming back and a verified draft differ only in how
-large the gap is and how far a step moves `computed`. Knows token ids and its own blocks; decides nothing.
+large the gap is and how far a step moves `computed`. Both numbers change when a step is committed. What steps in flight
+will change is counted beside them, so that the next step can be planned before:
+
+    tokens    .................... | PENDING        num_pending: output tokens that steps in flight sample
+    KV        computed | num_flying                 tokens that steps in flight compute
+
+Knows token ids and its own blocks; decides nothing.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from engine.batch import SlotStart
+from engine.batch import PENDING, Row, SlotStart
 from kvpool.table import BlockTable
 from scheduler.handle import RequestHandle
 from scheduler.request import FinishReason, Request
@@ -47,7 +53,10 @@ class Sequence:
     Attributes:
         tokens: prompt and accepted output tokens.
         computed: how many of `tokens` have KV in the pool.
+        num_flying: tokens after them that steps in flight compute; not 0 exactly while it has a row in flight.
+        num_pending: output tokens that steps in flight sample: it will be that much longer.
         draft: unverified tokens proposed to follow `tokens`.
+        is_drafting: its last step proposed a draft: how far its next one gets is known only when it is done.
         table: its blocks; empty unless it is running.
         slot: its row of engine state, `NO_SLOT` unless it is running.
         num_synced: leading table entries that the engine's slot already knows.
@@ -67,7 +76,10 @@ class Sequence:
     table: BlockTable
     state: SequenceState = SequenceState.HELD
     computed: int = 0
+    num_flying: int = 0
+    num_pending: int = 0
     draft: tuple[int, ...] = ()
+    is_drafting: bool = False
     slot: int = NO_SLOT
     num_synced: int = 0
     digests: list[bytes] = field(default_factory=list)
@@ -102,9 +114,21 @@ class Sequence:
         return len(self.tokens) + len(self.draft) - self.computed
 
     @property
+    def num_planned(self) -> int:
+        """How many tokens have KV in the pool once the steps in flight are done."""
+        return self.computed + self.num_flying
+
+    @property
+    def num_ready(self) -> int:
+        """Tokens that the next step may compute, after those in flight. None when these give the last output."""
+        if self.num_pending and self.num_left <= self.num_pending:
+            return 0
+        return len(self.tokens) + self.num_pending + len(self.draft) - self.num_planned
+
+    @property
     def is_caught_up(self) -> bool:
         """Whether only the newest token (and a draft) is left to compute: the next step gives output."""
-        return self.computed >= len(self.tokens) - 1
+        return self.num_planned >= len(self.tokens) + self.num_pending - 1
 
     @property
     def is_prompt_computed(self) -> bool:
@@ -119,15 +143,18 @@ class Sequence:
 
     def span(self, num_tokens: int) -> tuple[int, ...]:
         """The next `num_tokens` tokens to compute."""
-        end = self.computed + num_tokens
-        accepted = tuple(self.tokens[self.computed : end])
+        if self.num_pending:
+            assert num_tokens == 1, "nothing is known of what follows a pending token"
+            return (PENDING,)
+        start = self.num_planned
+        accepted = tuple(self.tokens[start : start + num_tokens])
         return accepted + self.draft[: num_tokens - len(accepted)]
 
     def prompt_targets(self, num_tokens: int) -> tuple[int, ...]:
         """The prompt tokens after each of the next `num_tokens` ones, while prompt logprobs are still to come."""
         if not self.is_missing_prompt_logprobs:
             return ()
-        return self.request.prompt_ids[self.computed + 1 : self.computed + 1 + num_tokens]
+        return self.request.prompt_ids[self.num_planned + 1 : self.num_planned + 1 + num_tokens]
 
     def slot_start(self) -> SlotStart:
         """What the engine must remember about it while it runs."""
@@ -141,6 +168,16 @@ class Sequence:
             constraint=request.constraint,
         )
 
+    def take_off(self, row: Row) -> None:
+        """A step with this row of it will be in flight."""
+        self.num_flying += len(row.token_ids)
+        self.num_pending += row.sample
+
+    def land(self, row: Row) -> None:
+        """That step is done, well or not; what it gave is not yet part of the sequence."""
+        self.num_flying -= len(row.token_ids)
+        self.num_pending -= row.sample
+
     def advance(self, token_ids: tuple[int, ...], num_computed: int) -> None:
         """Append accepted `token_ids` after a step that computed `num_computed` tokens that were accepted before it.
 
@@ -152,8 +189,10 @@ class Sequence:
 
     def reset(self) -> None:
         """Forget all progress but the tokens: its blocks and slot are gone."""
+        assert not self.num_flying, "a step in flight still computes tokens of it"
         self.computed = self.num_synced = self.num_published = self.num_reserved = 0
         self.draft = ()
+        self.is_drafting = False
         self.slot = NO_SLOT
 
 

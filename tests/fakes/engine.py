@@ -9,15 +9,17 @@ what a request must answer.
 import asyncio
 import hashlib
 import pickle
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.batch import Batch, Row, RowOutput, SlotStart, StepOutput, TokenLogprob
+from engine.batch import PENDING, Batch, Row, RowOutput, SlotStart, StepOutput, TokenLogprob
 from engine.sampling.params import SamplingParams
 from scheduler.request import Request
 from tests.fakes.clock import VirtualClock
 
 ROOT = b"root"
+UNKNOWN = -1
 
 
 def extend(prefix: bytes, token_id: int) -> bytes:
@@ -60,6 +62,7 @@ class Slot:
     start: SlotStart
     output_ids: list[int]
     table: list[int] = field(default_factory=list)
+    is_void: bool = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -78,6 +81,12 @@ class FakeEngine:
         fail: called with each batch; may raise what the step raises.
         row_error, row_stopped: called with (row, tokens sampled); may fail or complete that row.
         gate: when set, each step waits for it after its work is done.
+        max_in_flight: steps that may be given before the first of them is done. They run in order.
+        whims: when set, each step begins, and tells that it is done, some random turns of the event loop late. So it
+            has often long run, and others behind it, when its output comes.
+
+    A slot whose step was lost, or whose row failed, is void: what follows in it computes nonsense, and writes it, until
+    the slot is started anew.
     """
 
     num_blocks: int
@@ -93,7 +102,10 @@ class FakeEngine:
     batches: list[Batch] = field(default_factory=list)
     slots: dict[int, Slot] = field(default_factory=dict)
     memory: dict[int, dict[int, tuple[int, bytes]]] = field(default_factory=dict)
-    in_flight: bool = False
+    max_in_flight: int = 1
+    whims: random.Random | None = None
+    num_in_flight: int = 0
+    most_in_flight: int = 0
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -101,26 +113,58 @@ class FakeEngine:
         return len(self.batches)
 
     async def step(self, batch: Batch) -> StepOutput:
-        assert not self.in_flight, "two steps in flight"
-        self.in_flight = True
+        assert self.num_in_flight < self.max_in_flight, "too many steps in flight"
+        self.num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+        before, self._last = self._last, asyncio.Event()
+        ran = self._last
         try:
             self.batches.append(batch)
-            await asyncio.sleep(0)
-            if self.fail is not None:
-                self.fail(batch)
             try:
-                output = self.step_sync(batch)
-            except AssertionError as problem:
-                self.problems.append(str(problem))
-                raise
-            await asyncio.sleep(0)
+                await self._turns()
+                await before.wait()
+                output = self._run_now(batch)
+            finally:
+                ran.set()
+            await self._turns()
             if self.gate is not None:
                 await self.gate.wait()
             if self.clock is not None:
                 self.clock.advance(self.latency_s)
             return output
         finally:
-            self.in_flight = False
+            self.num_in_flight -= 1
+
+    def __post_init__(self) -> None:
+        self._last = asyncio.Event()
+        self._last.set()
+
+    @property
+    def in_flight(self) -> bool:
+        return self.num_in_flight > 0
+
+    async def _turns(self) -> None:
+        for _ in range(1 if self.whims is None else self.whims.choice([1, 1, 2, 5, 13])):
+            await asyncio.sleep(0)
+
+    def _run_now(self, batch: Batch) -> StepOutput:
+        try:
+            if self.fail is not None:
+                self.fail(batch)
+            return self.step_sync(batch)
+        except AssertionError as problem:
+            self.problems.append(str(problem))
+            raise
+        except Exception:
+            self._lose(batch)
+            raise
+
+    def _lose(self, batch: Batch) -> None:
+        """The step did nothing: what its slots hold from now on means nothing."""
+        for start in batch.starts:
+            self.slots[start.slot] = Slot(start, [])
+        for row in batch.rows:
+            self.slots[row.slot].is_void = True
 
     def step_sync(self, batch: Batch) -> StepOutput:
         assert batch.rows or batch.saves, "an empty batch"
@@ -139,14 +183,22 @@ class FakeEngine:
         written: dict[int, int] = {}
         for row in rows:
             slot = self.slots[row.slot]
-            assert row.block_offset <= len(slot.table), "a table update leaves a hole"
+            if not slot.is_void:
+                assert row.block_offset <= len(slot.table), "a table update leaves a hole"
+            slot.table[len(slot.table) :] = [UNKNOWN] * (row.block_offset - len(slot.table))
             slot.table[row.block_offset :] = row.block_ids
-            assert len(set(slot.table)) == len(slot.table), "a table holds a block twice"
-            self._check_tokens(row, slot)
-            for position, token_id in enumerate(row.token_ids, row.start):
+            if not slot.is_void:
+                assert len(set(slot.table)) == len(slot.table), "a table holds a block twice"
+                self._check_tokens(row, slot)
+            for position, token_id in enumerate(self._token_ids(row), row.start):
                 block_id = slot.table[position // self.block_size]
+                if block_id == UNKNOWN:
+                    continue  # of a lost step
                 assert 0 <= block_id < self.num_blocks
                 assert written.setdefault(block_id, row.slot) == row.slot, f"two rows write block {block_id}"
+                if slot.is_void:
+                    self.memory.setdefault(block_id, {})[position % self.block_size] = (token_id, b"nonsense")
+                    continue
                 prefix = self._cell(slot, position - 1)[1] if position else ROOT
                 cells = self.memory.setdefault(block_id, {})
                 cells[position % self.block_size] = (token_id, extend(prefix, token_id))
@@ -155,14 +207,24 @@ class FakeEngine:
         known = slot.token_ids
         end = row.start + len(row.token_ids) - row.num_drafts
         assert row.token_ids, "a row computes nothing"
-        assert list(row.token_ids[: end - row.start]) == known[row.start : end], (
+        assert PENDING not in row.token_ids[1:], "two tokens pending"
+        assert list(self._token_ids(row)[: end - row.start]) == known[row.start : end], (
             "a row holds other tokens than its slot"
         )
         assert not row.sample or end == len(known), "a row samples in the middle of its sequence"
         assert not row.num_drafts or row.sample, "drafts behind a gap"
 
+    def _token_ids(self, row: Row) -> tuple[int, ...]:
+        """The row's tokens, with the one that its slot sampled in the step before."""
+        if row.token_ids[0] != PENDING:
+            return row.token_ids
+        output_ids = self.slots[row.slot].output_ids
+        return (output_ids[-1] if output_ids else 0, *row.token_ids[1:])
+
     def _run(self, row: Row) -> RowOutput:
         slot = self.slots[row.slot]
+        if slot.is_void:
+            return RowOutput(token_ids=(0,) if row.sample else ())
         self._check_memory(row, slot)
         prompt_logprobs = tuple(
             TokenLogprob(target, -float(position + 1), 1)
@@ -176,6 +238,7 @@ class FakeEngine:
         accepted = self._sample(row, slot)
         error = self.row_error(row, accepted) if self.row_error else None
         if error is not None:
+            slot.is_void = True
             return RowOutput(error=error)
         slot.output_ids += accepted
         return RowOutput(
@@ -189,7 +252,7 @@ class FakeEngine:
     def _check_memory(self, row: Row, slot: Slot) -> None:
         """Everything the row attends to must be the KV of exactly its own tokens."""
         end = row.start + len(row.token_ids)
-        prefix, known = ROOT, (slot.token_ids[: row.start] + list(row.token_ids))[:end]
+        prefix, known = ROOT, (slot.token_ids[: row.start] + list(self._token_ids(row)))[:end]
         for position, token_id in enumerate(known):
             prefix = extend(prefix, token_id)
             assert self._cell(slot, position) == (token_id, prefix), (

@@ -1,7 +1,9 @@
 """Everything at once, for thousands of steps: forks, cancels, preemptions, evictions, pins, tiers that lose and delay
-blocks, failing steps, tiny pools. Invariants after every step, and every answer is the one of a cold run.
+blocks, next turns that go on with the tokens of the last, deadlines, failing steps, tiny pools; one step in flight, and
+one ahead of a late engine. Invariants after every step, and every answer is the one of a cold run.
 
-Each run is made from its seed alone and can be played again with `chaos(seed)`; a failure names its seed.
+Each run is made from its seed alone and can be played again with `chaos(seed, steps_in_flight)`; a failure names its
+seed.
 """
 
 import asyncio
@@ -11,7 +13,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from engine.batch import Batch
+import pytest
+
+from engine.batch import PENDING, Batch
 from engine.errors import StepError
 from kvpool.prefix import namespace_root
 from kvpool.tier import HostTier
@@ -23,7 +27,7 @@ from scheduler.request import FinishReason, Request
 from tests.fakes.engine import reference_tokens
 from tests.scheduler.harness import House, house, request
 
-NUM_SEEDS, NUM_REQUESTS = 6, 250
+NUM_SEEDS, NUM_CALLERS = 6, 150
 STEM = [n * 13 % 97 for n in range(60)]
 NAMESPACES = [namespace_root("a"), namespace_root("b")]
 
@@ -54,16 +58,41 @@ class UnreliableTier(HostTier):
 
 @dataclass
 class Caller:
-    """Sends one request and does to it what the dice say."""
+    """Sends one request and does to it what the dice say; may then go on with what was answered."""
 
     h: House
     rng: random.Random
     request: Request
+    longest: int
     outputs: list[list[int]] = field(default_factory=list)
     reasons: dict[int, FinishReason] = field(default_factory=dict)
+    handles: list[RequestHandle] = field(default_factory=list)
 
-    async def run(self) -> RequestHandle:
+    async def run(self) -> list[RequestHandle]:
+        """A conversation of a few turns, each judged; the handles of all of them."""
         await turns(self.rng.randrange(3000))
+        while True:
+            self.handles.append(handle := await self.take_turn())
+            self.judge(handle)
+            if self.rng.random() < 0.5 or not self.go_on():
+                return self.handles
+            await turns(self.rng.randrange(300))
+
+    def go_on(self) -> bool:
+        """The next turn: all tokens of this one, an answer's own included, and some more. False when it is too long."""
+        own = [self.rng.randrange(97) for _ in range(self.rng.randrange(1, 9))]
+        prompt = [*self.request.prompt_ids, *self.rng.choice(self.outputs), *own]
+        num_left = self.longest - len(prompt)
+        if num_left < 1:
+            return False
+        fields = {"cache_namespace": self.request.cache_namespace, "pin_key": self.request.pin_key}
+        stops = self.request.sampling.stop_token_ids
+        max_tokens = min(self.rng.choice([1, 8]), num_left)
+        self.request = request(prompt, max_tokens, seed=self.rng.randrange(50), stop_token_ids=stops, **fields)
+        return True
+
+    async def take_turn(self) -> RequestHandle:
+        self.reasons = {}
         while True:
             try:
                 handle = self.h.scheduler.submit(self.request)
@@ -85,13 +114,13 @@ class Caller:
                 handle.finish(self.rng.randrange(self.request.num_choices))
         return handle
 
-    def judge(self, max_preemptions: int, handle: RequestHandle) -> None:
+    def judge(self, handle: RequestHandle) -> None:
         for choice, output in enumerate(self.outputs):
             expected = reference_tokens(self.request, choice)
             assert output == expected[: len(output)], "not the tokens of a cold run"
             if self.reasons[choice] is FinishReason.LENGTH:
                 assert len(output) == self.request.max_tokens
-        assert handle.num_preemptions <= max_preemptions * self.request.num_choices
+        assert sorted(self.reasons) == list(range(self.request.num_choices))
 
 
 async def turns(count: int) -> None:
@@ -110,6 +139,7 @@ def random_request(rng: random.Random, now_s: float, longest: int) -> Request:
         num_choices=rng.choice([1, 1, 1, 2, 4]),
         priority=rng.randrange(-1, 2),
         deadline_s=now_s + rng.uniform(0.0, 5.0) if rng.random() < 0.05 else None,
+        queue_deadline_s=now_s + rng.uniform(0.0, 5.0) if rng.random() < 0.05 else None,
         cache_namespace=rng.choice(NAMESPACES),
         use_prefix_cache=rng.random() < 0.9,
         pin_key=rng.choice([None, None, "x", "y", "z"]),
@@ -118,7 +148,7 @@ def random_request(rng: random.Random, now_s: float, longest: int) -> Request:
     )
 
 
-async def chaos(seed: int) -> dict[str, int]:
+async def chaos(seed: int, steps_in_flight: int) -> dict[str, int]:
     """One run; gives what happened in it."""
     rng = random.Random(seed)
     block_size, num_blocks = rng.choice([1, 2, 4]), rng.randrange(16, 40)
@@ -133,6 +163,7 @@ async def chaos(seed: int) -> dict[str, int]:
         "forecast_admission": rng.random() < 0.3,
         "max_preemptions": max_preemptions,
         "max_engine_failures": 1000,
+        "max_steps_in_flight": steps_in_flight,
     }
 
     def fail(batch: Batch) -> None:
@@ -142,14 +173,14 @@ async def chaos(seed: int) -> dict[str, int]:
     engine = {"num_drafts": rng.choice([0, 0, 2]), "fail": fail}
     backing = Backing(UnreliableTier(rng)) if rng.random() < 0.8 else None
     async with house(num_blocks=num_blocks, engine=engine, backing=backing, **settings) as h:
-        requests = [random_request(rng, h.clock.now(), num_blocks * block_size) for _ in range(NUM_REQUESTS)]
-        callers = [Caller(h, random.Random(rng.random()), r) for r in requests]
+        longest = num_blocks * block_size
+        requests = [random_request(rng, h.clock.now(), longest) for _ in range(NUM_CALLERS)]
+        callers = [Caller(h, random.Random(rng.random()), r, longest) for r in requests]
         async with asyncio.timeout(120):
-            handles = await asyncio.gather(*(caller.run() for caller in callers))
-        for caller, handle in zip(callers, handles, strict=True):
-            caller.judge(max_preemptions, handle)
-        assert len(h.watcher.ends) == NUM_REQUESTS
-    batches = h.engine.batches
+            handles = [each for some in await asyncio.gather(*(caller.run() for caller in callers)) for each in some]
+        assert all(handle.num_preemptions <= max_preemptions * handle.request.num_choices for handle in handles)
+        assert len(h.watcher.ends) == len(handles)
+    batches, reasons = h.engine.batches, [reason for end in h.watcher.ends for reason in end.finish_reasons]
     return {
         "steps": len(batches),
         "preemptions": len(h.watcher.preempted),
@@ -157,17 +188,23 @@ async def chaos(seed: int) -> dict[str, int]:
         "saves": sum(len(b.saves) for b in batches),
         "loads": sum(len(b.loads) for b in batches),
         "copies": sum(len(b.copies) for b in batches),
-        "failures": sum(FinishReason.FAILED in caller.reasons.values() for caller in callers),
+        "failures": reasons.count(FinishReason.FAILED),
+        "deadlines": reasons.count(FinishReason.DEADLINE),
+        "cancelled": reasons.count(FinishReason.CANCELLED),
+        "later turns": len(handles) - NUM_CALLERS,
+        "pending": sum(row.token_ids[0] == PENDING for b in batches for row in b.rows),
         "hits": sum(end.num_cached_tokens for end in h.watcher.ends),
     }
 
 
-async def test_chaos() -> None:
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+async def test_chaos(steps_in_flight: int) -> None:
     happened: Counter[str] = Counter()
     for seed in range(NUM_SEEDS):
         try:
-            happened.update(await chaos(seed))
+            happened.update(await chaos(seed, steps_in_flight))
         except AssertionError as problem:
             raise AssertionError(f"seed {seed}: {problem}") from problem
     assert happened["steps"] > 5000
+    assert (happened.pop("pending") > 0) == (steps_in_flight > 1)
     assert all(happened.values()), "something never happened"

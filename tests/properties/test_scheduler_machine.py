@@ -1,6 +1,7 @@
 """A stateful machine against the scheduler: requests, whims and turns of the event loop, in any order."""
 
 import asyncio
+import random
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
@@ -44,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(SchedulingPolicy),
         enable_prefix_caching=st.booleans(),
         num_drafts=st.integers(0, 2),
+        steps_in_flight=st.integers(1, 2),
     )
     def build(
         self,
@@ -54,10 +56,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: SchedulingPolicy,
         enable_prefix_caching: bool,
         num_drafts: int,
+        steps_in_flight: int,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.engine = FakeEngine(
-            num_blocks, block_size, clock=self.clock, latency_s=0.1, num_drafts=num_drafts, fail=self.fail
+            num_blocks,
+            block_size,
+            clock=self.clock,
+            latency_s=0.1,
+            num_drafts=num_drafts,
+            fail=self.fail,
+            max_in_flight=steps_in_flight,
+            whims=random.Random(budget) if steps_in_flight > 1 else None,
         )
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -68,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=policy,
             enable_prefix_caching=enable_prefix_caching,
             max_engine_failures=1000,
+            max_steps_in_flight=steps_in_flight,
             check_invariants=True,
         )
         self.watcher = Watcher()

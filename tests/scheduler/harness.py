@@ -1,8 +1,10 @@
 """A scheduler with a fake engine and a virtual clock, watched: invariants are checked after every step."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -21,6 +23,10 @@ from tests.fakes.engine import FakeEngine
 
 PATIENCE_S = 20.0
 _request_numbers = count()
+
+STEPS_IN_FLIGHT: ContextVar[int] = ContextVar("steps in flight", default=1)
+"""What houses are built with by default. `conftest.py` runs every test of this folder with one step in flight, where
+the engine answers in step, and with two, where it answers late and out of step."""
 
 
 @dataclass
@@ -140,9 +146,13 @@ async def house(
     **settings: Any,
 ) -> AsyncIterator[House]:
     """A running scheduler; drained and checked for leaks on the way out (unless not `clean`)."""
-    config = SchedulerConfig(**{"block_size": 4, "check_invariants": True, "max_model_len": 4096} | settings)
+    ahead = STEPS_IN_FLIGHT.get()
+    defaults = {"block_size": 4, "check_invariants": True, "max_model_len": 4096, "max_steps_in_flight": ahead}
+    config = SchedulerConfig(**defaults | settings)
     clock, watcher, pool = VirtualClock(), Watcher(), BlockPool(num_blocks)
-    fake = FakeEngine(num_blocks, config.block_size, clock=clock, **{"latency_s": 0.01} | (engine or {}))
+    manners = {"latency_s": 0.01, "max_in_flight": config.max_steps_in_flight}
+    manners["whims"] = random.Random(num_blocks) if config.max_steps_in_flight > 1 else None
+    fake = FakeEngine(num_blocks, config.block_size, clock=clock, **manners | (engine or {}))
     scheduler = Scheduler(fake, pool, config, observer=watcher, clock=clock, backing=backing)
     watcher.scheduler = scheduler
     task = asyncio.create_task(scheduler.run())

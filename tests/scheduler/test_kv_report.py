@@ -26,7 +26,7 @@ async def test_an_idle_pool_wastes_nothing() -> None:
 
 
 async def test_waste_is_the_ends_of_the_last_blocks() -> None:
-    async with house(engine={"gate": asyncio.Event()}) as home:
+    async with house(engine={"gate": asyncio.Event()}, max_steps_in_flight=1) as home:
         handles = [home.scheduler.submit(request([n] * length, 4)) for n, length in ((1, 9), (2, 8), (3, 3))]
         await home.steps(1)
         report = home.scheduler.kv_report()

@@ -96,6 +96,7 @@ async def test_a_bug_in_the_planner_leaves_nobody_waiting() -> None:
             raise RuntimeError("broken")
 
         h.scheduler._planner.plan = broken  # type: ignore[method-assign,assignment]
+        h.scheduler._planner.plan_ahead = broken  # type: ignore[method-assign,assignment]
         [answer] = await read(handle)
         assert answer.reason is FinishReason.FAILED
         with pytest.raises(RuntimeError, match="broken"):
@@ -138,11 +139,11 @@ async def test_blocks_written_by_a_failed_step_are_not_found_again() -> None:
         assert answer.token_ids == reference_tokens(r)
 
 
-async def test_failures_in_a_row_turn_unhealthy() -> None:
+async def test_failures_in_a_row_turn_unhealthy(steps_in_flight: int) -> None:
     async with house(engine={"fail": fail_at(*range(1, 99))}, max_num_seqs=1, max_engine_failures=3) as h:
         answers = await h.answers([request(5, 5) for _ in range(6)])
         assert all(a[0].reason is FinishReason.FAILED for a in answers)
-        assert h.engine.num_steps == 3
+        assert h.engine.num_steps == 2 + steps_in_flight
         with pytest.raises(Unhealthy, match="3 engine steps in a row"):
             h.scheduler.submit(request())
         assert h.scheduler.stats().unhealthy
@@ -154,11 +155,11 @@ async def test_failures_apart_do_not_add_up() -> None:
         assert h.scheduler.stats().unhealthy is None
 
 
-async def test_a_dead_engine_fails_everybody_at_once() -> None:
+async def test_a_dead_engine_fails_everybody_at_once(steps_in_flight: int) -> None:
     async with house(engine={"fail": fail_at(2, error=EngineDead)}, max_num_seqs=1) as h:
         answers = await h.answers([request(5, 5) for _ in range(3)])
         assert all(a[0].reason is FinishReason.FAILED and "dead" in (a[0].error or "") for a in answers)
-        assert h.engine.num_steps == 2
+        assert h.engine.num_steps == 1 + steps_in_flight
         with pytest.raises(Unhealthy, match="step 2 broke"):
             h.scheduler.submit(request())
         assert not h.task.done(), "a drain still ends it in order"

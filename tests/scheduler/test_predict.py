@@ -160,13 +160,13 @@ def assert_near(predicted: Prediction, happened: Prediction, *, share: float, st
 
 
 async def test_an_idle_server() -> None:
-    async with house(num_blocks=200, max_num_batched_tokens=64) as home:
+    async with house(num_blocks=200, max_num_batched_tokens=64, max_steps_in_flight=1) as home:
         await warm_up(home)
         assert_near(*await foretold(home, request(range(1000, 1150), 40)), share=0.01, step_s=1e-6)
 
 
 async def test_a_prompt_that_is_cached() -> None:
-    async with house(num_blocks=200, max_num_batched_tokens=64) as home:
+    async with house(num_blocks=200, max_num_batched_tokens=64, max_steps_in_flight=1) as home:
         await warm_up(home)
         prompt = list(range(1000, 1150))
         await home.answer(request(prompt, 1))
@@ -182,7 +182,7 @@ async def test_a_prompt_that_is_cached() -> None:
 async def test_a_busy_server(seed: int, limits: dict[str, int]) -> None:
     """Ten others at work or waiting, answers as long as they may be: within a tenth, or a step or two."""
     rng = random.Random(seed)
-    async with house(max_num_batched_tokens=64, **{"num_blocks": 400, **limits}) as home:
+    async with house(max_num_batched_tokens=64, max_steps_in_flight=1, **{"num_blocks": 400, **limits}) as home:
         await warm_up(home)
         others = [request([100 + n] * rng.randrange(4, 60), 30) for n in range(10)]
         handles = [home.scheduler.submit(other) for other in others]

@@ -58,8 +58,8 @@ async def test_who_runs_has_room_to_grow_before_others_come_in() -> None:
 
 
 async def test_a_step_whose_only_row_gives_way_is_planned_anew() -> None:
-    async with house(
-        forecast_admission=False, num_blocks=5, max_num_batched_tokens=3, policy=SchedulingPolicy.PRIORITY
+    async with tight(
+        num_blocks=5, max_num_batched_tokens=3, policy=SchedulingPolicy.PRIORITY, max_steps_in_flight=1
     ) as h:
         late, early = request(2, 18, seed=0, priority=1), request(range(20, 32), 1, seed=1)
         late_handle = h.scheduler.submit(late)
@@ -163,7 +163,7 @@ async def test_only_as_much_as_fits_is_admitted_so_that_little_is_computed_twice
 
 async def test_of_equals_the_one_that_loses_least_gives_way() -> None:
     """The second has computed much more than the third when the first needs a block."""
-    async with tight(num_blocks=16, max_num_seqs=3) as h:
+    async with tight(num_blocks=16, max_num_seqs=3, max_steps_in_flight=1) as h:
         first = h.scheduler.submit(request(range(10, 22), 20, seed=1))
         second = h.scheduler.submit(request(range(30, 54), 16, seed=2))
         await h.steps(3)
@@ -171,7 +171,7 @@ async def test_of_equals_the_one_that_loses_least_gives_way() -> None:
         for handle in (first, second, third):
             await read(handle)
         assert h.watcher.preempted[0] == third.request.request_id
-    async with tight(num_blocks=16, max_num_seqs=3) as h:
+    async with tight(num_blocks=16, max_num_seqs=3, max_steps_in_flight=1) as h:
         first = h.scheduler.submit(request(range(10, 22), 20, seed=1))
         second = h.scheduler.submit(request(range(60, 68), 16, seed=2))
         await h.steps(3)

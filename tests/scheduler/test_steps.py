@@ -90,7 +90,7 @@ async def test_step_reports_count_prefill_decode_and_output_tokens() -> None:
 
 
 async def test_times_and_gaps_are_on_the_given_clock() -> None:
-    async with house(engine={"latency_s": 0.5}) as h:
+    async with house(engine={"latency_s": 0.5}, max_steps_in_flight=1) as h:
         handle = h.scheduler.submit(request(4, 3))
         async for _ in handle:
             pass
