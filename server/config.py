@@ -130,7 +130,9 @@ class ServerConfig:
         3, "a sequence that lost its KV so often comes back to stay (3)", integer(0), metavar="N"
     )
     scheduling_policy: str = flag("fcfs", "fcfs or priority (fcfs)", choice("fcfs", "priority"), metavar="NAME")
-    attention_backend: str = flag("auto", "auto, or the name of an attention backend (auto)", metavar="NAME")
+    attention_backend: str = flag(
+        "auto", "auto, native, torch, reference, triton, flashinfer or flash-attn (auto)", metavar="NAME"
+    )
 
     chat_template: str | None = flag(None, "Jinja file, or the template itself, instead of the model's", metavar="FILE")
     generation_config: str = flag(

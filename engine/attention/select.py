@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from engine.attention.flash_attn_paged import FlashAttnAttention
+from engine.attention.flashinfer_paged import FlashInferAttention
 from engine.attention.interface import AttentionBackend, AttentionShape
 from engine.attention.native_cpu import NativeCPUAttention
 from engine.attention.reference import ReferenceAttention
@@ -28,9 +30,9 @@ def _triton(storage: KVStorage, shape: AttentionShape) -> AttentionBackend:
 
 
 GPU_BACKENDS: Mapping[str, Callable[[KVStorage, AttentionShape], AttentionBackend]] = MappingProxyType(
-    {"triton": _triton}
+    {"triton": _triton, "flashinfer": FlashInferAttention, "flash-attn": FlashAttnAttention}
 )
-"""Those that need a GPU."""
+"""Those that need a GPU, the preferred first: what they import, they import when they are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,13 @@ def select_attention(name: str, storage: KVStorage, shape: AttentionShape) -> Se
 def _best(storage: KVStorage, shape: AttentionShape) -> Selection:
     if storage.device.type == "cpu" and find_native() is not None:
         return Selection(NativeCPUAttention(storage, shape), "native kernels for this CPU")
-    chosen = TorchPagedAttention(storage, shape)
     if storage.device.type != "cuda":
-        return Selection(chosen, f"torch operators serve every device and dtype, here {storage.device.type}")
-    try:
-        return Selection(_triton(storage, shape), "Triton kernels for this GPU")
-    except ValueError as error:
-        return Selection(chosen, f"torch operators, as the Triton kernels cannot serve here: {error}")
+        reason = f"torch operators serve every device and dtype, here {storage.device.type}"
+        return Selection(TorchPagedAttention(storage, shape), reason)
+    refusals: list[str] = []
+    for name, make in GPU_BACKENDS.items():
+        try:
+            return Selection(make(storage, shape), "; ".join(("the first that serves on this GPU", *refusals)))
+        except ValueError as error:
+            refusals.append(f"{name} cannot: {error}")
+    return Selection(TorchPagedAttention(storage, shape), "; ".join(("torch operators serve every GPU", *refusals)))

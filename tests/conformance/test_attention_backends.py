@@ -1,19 +1,21 @@
 """Every attention backend against the naive reference: dtypes, block sizes, head groups, lengths, windows, mixtures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
-from engine.attention.interface import AttentionInputs, AttentionShape
+from engine.attention.interface import AttentionBackend, AttentionInputs, AttentionShape
 from engine.attention.reference import ReferenceAttention
 from engine.attention.select import BACKENDS
 from engine.native import find_native
 from kvpool.layout import KVLayout
 from kvpool.storage import KVStorage
 from kvpool.table import blocks_for
+
+MakeBackend = Callable[[KVStorage, AttentionShape], AttentionBackend]
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 UNAVAILABLE = {"native"} if find_native() is None else set()
@@ -82,15 +84,12 @@ def filled_storage(case: Case, block_size: int, dtype: torch.dtype, seed: int) -
     return storage
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("name", FAST_BACKENDS)
-def test_equals_reference(name: str, case: Case, block_size: int, dtype: torch.dtype) -> None:
+def check_equals_reference(make: MakeBackend, case: Case, block_size: int, dtype: torch.dtype) -> None:
+    """On every layer the backend attends as the reference does, and leaves the same pool behind."""
     storages = [filled_storage(case, block_size, dtype, seed=1) for _ in range(2)]
     shape = AttentionShape(case.heads[0], case.head_dim**-0.5, case.windows)
     inputs = build_inputs(case.rows, block_size, storages[0].num_blocks, seed=2)
-    backends = BACKENDS[name](storages[0], shape), ReferenceAttention(storages[1], shape)
+    backends = make(storages[0], shape), ReferenceAttention(storages[1], shape)
     plans = [backend.plan(inputs) for backend in backends]
     generator = torch.Generator().manual_seed(3)
     for layer in range(len(case.windows)):
@@ -100,3 +99,11 @@ def test_equals_reference(name: str, case: Case, block_size: int, dtype: torch.d
         assert got.dtype == dtype
         torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=0)
     torch.testing.assert_close(storages[0].data, storages[1].data, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", FAST_BACKENDS)
+def test_equals_reference(name: str, case: Case, block_size: int, dtype: torch.dtype) -> None:
+    check_equals_reference(BACKENDS[name], case, block_size, dtype)

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from engine.attention import torch_paged
 from engine.attention.interface import AttentionInputs, AttentionShape
 from engine.attention.reference import ReferenceAttention
-from engine.attention.select import BACKENDS, select_attention
+from engine.attention.select import BACKENDS
 from engine.attention.torch_paged import TorchPagedAttention
-from engine.errors import LoadError
-from engine.native import find_native
 from tests.conformance.test_attention_backends import Case, build_inputs, filled_storage
 
 ROWS = [(0, 1), (3, 1), (70, 1), (9, 40), (0, 5), (33, 17)]
@@ -144,18 +142,6 @@ def test_decode_rows_of_like_length_go_together(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     attend_both(Case([(n, 1) for n in (100, 110, 120, 130, 4000, 4010)], windows=(None,)), block_size=16)
     assert calls == [4, 2]
-
-
-def test_selection_by_name_and_by_device() -> None:
-    storage = filled_storage(Case([(0, 1)]), 4, torch.float32, seed=1)
-    shape = AttentionShape(4, 0.25, (None, None))
-    for name in BACKENDS:
-        assert select_attention(name, storage, shape).backend.name == name
-    selection = select_attention("auto", storage, shape)
-    assert selection.backend.name == ("torch" if find_native() is None else "native")
-    assert "cpu" in selection.reason.lower()
-    with pytest.raises(LoadError, match=r"'flash'.*torch.*reference"):
-        select_attention("flash", storage, shape)
 
 
 def test_reference_equals_torchs_own_attention() -> None:
