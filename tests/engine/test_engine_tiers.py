@@ -38,8 +38,9 @@ def expected(decoder: Decoder) -> list[list[int]]:
     return [naive_greedy(decoder, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
-def new_engine(decoder: Decoder) -> Engine:
-    return Engine.from_decoder(decoder, EngineConfig(num_kv_blocks=64, max_num_seqs=MAX_NUM_SEQS))
+def new_engine(decoder: Decoder, kv_cache_dtype: str = "auto") -> Engine:
+    config = EngineConfig(num_kv_blocks=64, max_num_seqs=MAX_NUM_SEQS, kv_cache_dtype=kv_cache_dtype)
+    return Engine.from_decoder(decoder, config)
 
 
 def request(number: int) -> Request:
@@ -82,6 +83,25 @@ def test_a_new_engine_finds_the_blocks_of_the_one_before_it(
     engine.close()
     assert (answer.token_ids, answer.handle.num_cached_tokens) == (expected[0], 64)
     assert (other.token_ids, other.handle.num_cached_tokens) == (expected[1], 0)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_quantized_blocks_come_back_after_eviction_and_restart(
+    decoder: Decoder, tmp_path: Path, kv_cache_dtype: str
+) -> None:
+    """Codes and scales travel as they are: the tokens are those of a cold run of the same cache."""
+    engine = new_engine(decoder, kv_cache_dtype)
+    cold = [serve(engine, [request(number)])[0][0][0].token_ids for number in range(len(PROMPTS))]
+    waves = [[request(number)] for number in (0, 1, 2, 3, 4, 0, 2)]
+    answers = serve(engine, *waves, num_blocks=9, backing=Backing(make_disk(engine, tmp_path)))
+    engine.close()
+    assert [wave[0][0].token_ids for wave in answers] == [cold[number] for number in (0, 1, 2, 3, 4, 0, 2)]
+    assert [wave[0][0].handle.num_cached_tokens for wave in answers] == [0, 0, 0, 0, 0, 64, 64]
+    engine = new_engine(decoder, kv_cache_dtype)
+    answers = serve(engine, *([request(number)] for number in (1, 4)), backing=Backing(make_disk(engine, tmp_path)))
+    engine.close()
+    assert [wave[0][0].token_ids for wave in answers] == [cold[1], cold[4]]
+    assert [wave[0][0].handle.num_cached_tokens for wave in answers] == [64, 64]
 
 
 def test_a_damaged_block_is_computed_again(decoder: Decoder, expected: list[list[int]], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from engine.weights.checkpoint import resolve_model
 from server.cli import main
 
 LLAMA = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--parameters", "8030261248"]
+QWEN = ["--layers", "28", "--kv-heads", "4", "--head-dim", "128", "--parameters", "7615616512"]
 SMOLLM2 = str(resolve_model(None).path)
 GIB = 1 << 30
 
@@ -46,16 +47,24 @@ def test_float32_doubles_both(capsys: pytest.CaptureFixture[str]) -> None:
     assert full["kv_bytes_per_token"] == 2 * half["kv_bytes_per_token"]
 
 
+SHAPES = {
+    "Llama-3.1-8B": (LLAMA, 8_030_261_248, {"auto": 131_072, "fp8": 66_560}),  # 2 x 32 x 8 x 128 x 2, or (128 + 2)
+    "Qwen2.5-7B": (QWEN, 7_615_616_512, {"auto": 57_344, "fp8": 29_120}),  # 2 x 28 x 4 x 128 x 2
+}
+
+
+@pytest.mark.parametrize(("shape", "num_parameters", "per_token"), SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_the_table_is_the_formula(capsys: pytest.CaptureFixture[str], cache: str) -> None:
+def test_the_table_is_the_formula(
+    capsys: pytest.CaptureFixture[str], cache: str, shape: list[str], num_parameters: int, per_token: dict[str, int]
+) -> None:
     """tokens = (memory - weights - reserve) / KV bytes per token, for each kind of weights on each card."""
-    status, text = plan(capsys, *LLAMA, "--table", "--reserve", "1GiB", "--kv-cache-dtype", cache)
+    status, text = plan(capsys, *shape, "--table", "--reserve", "1GiB", "--kv-cache-dtype", cache)
     assert status == 0
-    weights = {"float16": 16_060_522_496, "int8": 8_532_152_576, "int4": 8_030_261_248 * 5 // 8}
-    per_token = {"auto": 131_072, "fp8": 66_560}[cache]
+    weights = {"float16": 2 * num_parameters, "int8": num_parameters * 17 // 16, "int4": num_parameters * 5 // 8}
     rows = re.findall(r"^\| (\w+) \| (\d+)\.00 GiB \|.*\| ([\d,]+) \| [^|]*\|$", text, re.MULTILINE)
     wanted = [
-        (name, str(memory), f"{max(0, (memory * GIB - weight_bytes - GIB) // per_token):,}")
+        (name, str(memory), f"{max(0, (memory * GIB - weight_bytes - GIB) // per_token[cache]):,}")
         for name, weight_bytes in weights.items()
         for memory in (8, 16, 24)
     ]
