@@ -15,7 +15,7 @@ ARGS       ?=
 RUN   := $(VENV)/bin/python
 STAMP := $(VENV)/.quire-setup
 
-.PHONY: setup serve test check bench clean
+.PHONY: setup serve test check sanitize bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -39,7 +39,12 @@ check: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(RUN) -m pytest tests/architecture
+	$(RUN) -m tests.sanitize
 	$(RUN) -m pytest --ignore=tests/architecture $(ARGS)
+
+# The native kernels under address and undefined-behaviour sanitizers, for each instruction set that runs here.
+sanitize: setup
+	$(RUN) -m tests.sanitize
 
 bench: setup
 	$(RUN) -m bench $(ARGS)

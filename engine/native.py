@@ -94,7 +94,8 @@ def _extra_flags() -> tuple[str, ...]:
     return tuple(os.environ.get("QUIRE_NATIVE_FLAGS", "").split())
 
 
-def _compiler() -> str:
+def find_compiler() -> str:
+    """Path of the C++ compiler: `$CXX`, else the machine's. Raises NativeUnavailable where there is none."""
     for name in (os.environ.get("CXX"), "g++", "c++"):
         if name and (path := shutil.which(name)):
             return path
@@ -119,7 +120,7 @@ def _build_problem(library: Path, flags: tuple[str, ...]) -> str | None:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            _compile(_compiler(), flags, Path(folder)).replace(library)
+            _compile(find_compiler(), flags, Path(folder)).replace(library)
     except NativeUnavailable as error:
         return str(error)
     except OSError as error:

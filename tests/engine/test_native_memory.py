@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,11 +11,14 @@ from engine.attention.native_cpu import NativeCPUAttention
 from engine.native import find_native
 from engine.quant.affine import AffineWeight, quantize
 from engine.quant.panels import packed
+from engine.sampling.race import Border
+from engine.sampling.rng import race_keys
 from kvpool.quant import CODE_DTYPES
 from tests.conformance.test_attention_backends import Case, build_inputs, filled_storage
 from tests.conformance.test_quantized_kv import filled_pool
 from tests.engine.test_native_decoder import PROMPT, Sequences, load
 from tests.engine.test_native_elementwise import rms_norm, silu_multiply
+from tests.fakes.races import RACES
 from tests.fakes.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(find_native() is None, reason="no native kernels here")
@@ -61,6 +65,19 @@ def test_small_operators() -> None:
     for width in range(1, 40):
         assert rms_norm(torch.randn(2, width), torch.randn(width), 1e-5).isfinite().all()
         assert silu_multiply(torch.randn(2, 2 * width)).isfinite().all()
+
+
+def test_draws() -> None:
+    for rows, width in itertools.product((0, 1, 3), (1, 7, 8, 9, 31, 33, 100)):
+        x, seeds = torch.randn(rows, width), np.arange(rows)
+        keys, ids = race_keys(seeds, seeds, seeds), torch.arange(width).repeat(rows, 1)
+        border = Border.at(x, torch.full((rows,), width - 1))
+        for chosen, edge in itertools.product((None, ids), (None, border)):
+            tokens, peaks = RACES["native"].winners(x, keys, ids=chosen, border=edge)
+            assert (tokens < width).all()
+            assert torch.equal(peaks, x.amax(1))
+        counts, _ = RACES["native"].ahead(x, border)
+        assert torch.equal(counts, (x > x[:, -1:]).sum(1))
 
 
 @pytest.mark.parametrize("quantization", ["auto", "int8", "int4"])
