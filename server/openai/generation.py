@@ -5,7 +5,7 @@ However it is left, `close` cancels what still runs and settles the books once.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +21,14 @@ from server.openai.usage import timings, usage
 from server.openai.wire import Chunk, News, Opening, WireForm
 from server.state import Served
 from server.text.choice import ChoiceText
+from server.text.pieces import ToolCallDelta
+from server.text.tools.envelope import object_text
 
 DEADLINE_STOP = "deadline_exceeded"
 """`stop_reason` of a choice that its deadline cut short; its `finish_reason` is `length`."""
+
+CONSTRAINT_FAILED = "the constraint failed: "
+"""How `RowOutput.error` begins when a grammar that compiled goes beyond what can be held to it."""
 
 _GRAVITY = ("failed", "deadline", "cancelled", "length", "tool_calls", "stop")
 """Of several choices' ends, the first of these counts for the request."""
@@ -36,11 +41,21 @@ class Choice:
     index: int
     text: ChoiceText
     offset: int = 0
-    made_calls: bool = False
+    arguments: str = ""
     is_done: bool = False
     token_ids: list[int] = field(default_factory=list)
     sum_logprobs: float = 0.0
     num_logprobs: int = 0
+
+    def hear(self, calls: Sequence[ToolCallDelta]) -> None:
+        """Keep the arguments of the last tool call."""
+        for call in calls:
+            self.arguments = call.arguments if call.call_id is not None else self.arguments + call.arguments
+
+    @property
+    def has_called(self) -> bool:
+        """Whether it made tool calls, and its end did not cut the last one: half a call can't be carried out."""
+        return bool(self.arguments) and object_text(self.arguments) is not None
 
     @property
     def score(self) -> float:
@@ -193,7 +208,7 @@ class Generation:
         for logprob in event.logprobs[: len(token_ids)]:
             choice.sum_logprobs += logprob.logprob
             choice.num_logprobs += 1
-        choice.made_calls |= bool(delta.pieces.tool_calls)
+        choice.hear(delta.pieces.tool_calls)
         news = News(self.plan, choice.index, delta, token_ids, choice.offset, self._served.tokenizer)
         shown = self.form.delta(news)
         chunks = [shown] if shown is not None else []
@@ -215,7 +230,7 @@ class Generation:
             self._ends.append("deadline")
             return self.form.finish(choice.index, "length", DEADLINE_STOP)
         is_cut = stop_string is None and event.finish_reason is FinishReason.LENGTH
-        reason = "length" if is_cut else "tool_calls" if choice.made_calls else "stop"
+        reason = "length" if is_cut else "tool_calls" if choice.has_called else "stop"
         self._ends.append(reason)
         return self.form.finish(choice.index, reason, self._stop_reason(event, stop_string))
 
@@ -230,6 +245,8 @@ def _failure(error: str | None) -> Exception:
     """What a failed choice means: its request contradicts itself, or something broke."""
     if error == NO_TOKEN_LEFT:
         return bad_request("The request's bans, allowed tokens and grammar together leave no token to choose from.")
+    if error is not None and error.startswith(CONSTRAINT_FAILED):
+        return bad_request(f"The request's grammar asks for too much: {error.removeprefix(CONSTRAINT_FAILED)}")
     return EngineFailed(error or "")
 
 

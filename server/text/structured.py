@@ -23,6 +23,9 @@ from server.text.json_schema import SchemaError, blame, check_schema
 __all__ = ["GrammarConstraint", "GrammarError", "GrammarSpec", "GrammarState", "ReasoningPrefix", "StructuredCompiler"]
 
 
+_REFUSED = "doesn't satisfy the grammar"  # llguidance of a token; whatever else it says is a limit
+
+
 class GrammarState:
     """One sequence's place in its grammar. Used by one thread at a time."""
 
@@ -43,15 +46,30 @@ class GrammarState:
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Advance over accepted tokens; False when the grammar does not allow one of them.
 
-        A stop token ends the answer where the grammar may end. The matcher never sees it: once nothing more can follow,
-        it takes no token at all.
+        A stop token ends the answer where the grammar may end. The matcher sees it only where the grammar names it:
+        once nothing more can follow, it takes no token at all.
+
+        Raises:
+            ValueError: the grammar's own mask had allowed the token, but the grammar can't be followed any further.
         """
         ends = bool(token_ids) and token_ids[-1] in self._stop_token_ids
         text_ids = list(token_ids[:-1] if ends else token_ids)
-        if text_ids and not self._matcher.consume_tokens(text_ids):
+        if text_ids and not self._consume(text_ids):
             return False
-        self._ended = ends and bool(self._matcher.is_accepting())
-        return self._ended or not ends
+        if ends and not self._matcher.is_accepting():
+            if not self._consume([token_ids[-1]]):
+                return False
+            if not self._matcher.is_accepting():
+                raise ValueError("it goes on after a stop token, and that ends every answer")
+        self._ended = ends
+        return True
+
+    def _consume(self, token_ids: list[int]) -> bool:
+        if self._matcher.consume_tokens(token_ids):
+            return True
+        if self.error is not None and _REFUSED not in self.error:
+            raise ValueError(self.error)
+        return False
 
     @property
     def is_stopped(self) -> bool:
@@ -245,5 +263,5 @@ def _schemas(spec: GrammarSpec) -> tuple[EmbeddedSchema, ...]:
 
 def _first_line(message: str) -> str:
     """An engine message without its dump of internal state, short enough to show."""
-    head = message.split("\n<state", 1)[0].strip()
+    head = message.split("\n<state", 1)[0].replace("<non-verbose/>", "").strip()
     return " ".join(head.split())[:400]

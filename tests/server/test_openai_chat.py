@@ -185,6 +185,19 @@ async def test_half_a_call_comes_back_as_content(bench: Bench, text: str) -> Non
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_a_call_that_was_cut_is_not_to_be_carried_out(bench: Bench) -> None:
+    whole = (await bench.chat(f"SAY:{CALL}|", tools=[tool("f")], stop=["</tool_call>"])).json()["choices"][0]
+    assert whole["finish_reason"] == "tool_calls"
+    for text, stop in ((CALL, ["slo"]), (CALL[: CALL.index("slo")], None), (CALL, ["}"])):
+        body = {"messages": [user(f"SAY:{text}|")], "temperature": 0, "tools": [tool("f")], "stop": stop}
+        answer = (await bench.post("/v1/chat/completions", body)).json()["choices"][0]
+        assert answer["message"]["tool_calls"][0]["function"]["name"] == "f"
+        assert answer["finish_reason"] == "stop"
+        assert answer["stop_reason"] == (stop[0] if stop else None)
+        *_, last, _ = await bench.events("/v1/chat/completions", body)
+        assert last["choices"][0]["finish_reason"] == "stop"
+
+
 async def test_content_before_a_call_stays_content(bench: Bench) -> None:
     answer = (await bench.chat(f"SAY:Let me see. {CALL}|", tools=[tool("f")])).json()
     message = answer["choices"][0]["message"]
@@ -261,6 +274,23 @@ async def test_structure_works_together_with_the_rest(bench: Bench) -> None:
     assert stopped["stop_reason"] == '"v"'
     cut = (await bench.chat("x", **{**fields, "n": 1, "max_tokens": 3})).json()["choices"][0]
     assert cut["finish_reason"] == "length"
+
+
+GRAMMARS_TOO_FAR = {'start: "a" start': "limit", 'start: "a" <|eos|> "b"': "stop token"}
+
+
+@pytest.mark.parametrize(("grammar", "why"), GRAMMARS_TOO_FAR.items(), ids=GRAMMARS_TOO_FAR.values())
+async def test_a_grammar_that_goes_too_far_is_the_fault_of_the_request(bench: Bench, grammar: str, why: str) -> None:
+    wanted = {"structured_outputs": {"grammar": grammar}}
+    error = invalid(await bench.chat("SAY:aaaa|", **wanted))
+    assert "grammar" in error["message"]
+    assert why in error["message"]
+    *_, last, done = await bench.events(
+        "/v1/chat/completions", {"messages": [user("SAY:aaaa|")], "temperature": 0, **wanted}
+    )
+    assert last["error"]["type"] == "invalid_request_error"
+    assert done == "[DONE]"
+    await bench.idle()
 
 
 async def test_two_formats_at_once_are_refused(bench: Bench) -> None:

@@ -128,6 +128,28 @@ def test_a_stop_token_too_early_is_refused() -> None:
     assert not state.accept([2])
 
 
+def test_a_stop_token_that_the_grammar_names_ends_the_answer() -> None:
+    state = compiled(GrammarSpec.grammar('start: "ok" <|im_end|>')).start()
+    assert state.accept(smollm2_tokenizer().encode("ok"))
+    assert not state.is_stopped
+    assert state.accept([2])
+    assert state.is_stopped
+    state = compiled(GrammarSpec.grammar('start: <|im_end|> "ok"')).start()
+    with pytest.raises(ValueError, match="goes on after a stop token"):
+        state.accept([2])
+
+
+def test_a_limit_of_the_grammar_engine_is_no_refusal() -> None:
+    state = compiled(GrammarSpec.grammar('start: "a" start')).start()
+    words = np.zeros((VOCAB_SIZE + 31) // 32, dtype=np.int32)
+    state.fill_mask(words)
+    (token_id, *_) = map(int, allowed_ids(words))
+    with pytest.raises(ValueError, match="limit"):
+        state.accept([token_id])
+    assert state.error
+    assert not state.is_stopped
+
+
 def test_states_of_one_constraint_are_independent() -> None:
     constraint = compiled(GrammarSpec.choice(["left", "right"]))
     one, other = constraint.start(), constraint.start()
