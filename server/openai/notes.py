@@ -4,7 +4,8 @@ Every such field is told to the client, as `warnings` in the body and (for ignor
 refuses the request instead. Knows field names and values; refuses to know what they would have done.
 """
 
-from collections.abc import Iterable
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from server.errors import bad_request
@@ -35,10 +36,10 @@ class Notes:
             raise bad_request(f"{param}: {why} (this server runs with --strict-params).", param)
         self.warnings.append({"param": param, "given": _shown(given), "used": used, "why": why})
 
-    def unknown(self, names: Iterable[str], values: dict[str, Any]) -> None:
-        """Fields that nobody declared."""
-        for name in names:
-            self.ignored(name, values.get(name), "unknown field")
+    def unknown(self, fields: Mapping[str, Any]) -> None:
+        """Fields that nobody declared, each path with what was given."""
+        for name, given in fields.items():
+            self.ignored(name, given, "unknown field")
 
     def headers(self) -> dict[str, str]:
         """`x-ignored-params`, when there is something to say. Names are made safe for a header."""
@@ -48,7 +49,6 @@ class Notes:
 
 
 def _shown(value: Any) -> Any:
-    if isinstance(value, bool | int | float) or value is None:
-        return value
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+    """The value as it was given, or the beginning of its text or JSON when that is long."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."

@@ -97,7 +97,7 @@ async def body_and_notes(request: Request, model: type[W], state: ServerState) -
         body = await read_body(request, model)
     except ClientGone:
         return None, notes
-    notes.unknown(body.unknown_fields(), body.model_extra or {})
+    notes.unknown(dict(body.unknown_fields()))
     return body, notes
 
 

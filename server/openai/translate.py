@@ -107,7 +107,7 @@ def model_not_found(name: str) -> ApiError:
 
 def take_note(body: CommonFields, served: Served, config: ServerConfig, notes: Notes) -> None:
     """Report the fields that have no effect here."""
-    notes.unknown(body.unknown_fields(), body.model_extra or {})
+    notes.unknown(dict(body.unknown_fields()))
     for name in ("user", "safety_identifier"):
         if getattr(body, name) is not None:
             notes.ignored(name, getattr(body, name), "this server keeps no records of end users")

@@ -68,9 +68,20 @@ async def test_unknown_fields_are_accepted_and_reported(bench: Bench) -> None:
     warnings = events_of(answer.text)[0]["warnings"]
     assert [warning["param"] for warning in warnings] == ["foo", "stream_options.bar"]
     assert set(warnings[0]) == {"param", "given", "used", "why"}
+    assert [warning["given"] for warning in warnings] == [1, 2]
     odd = await bench.complete("SAY:a|", **{"ä\n,b": 1})
     assert odd.status_code == 200
     assert "\n" not in odd.headers["x-ignored-params"]
+
+
+async def test_a_warning_shows_what_was_given(bench: Bench) -> None:
+    given = {"a": "é", "b": [1, None, True]}
+    answer = await bench.complete("SAY:a|", foo=given, bar="x" * 500, baz=[list(range(500))])
+    shown = {warning["param"]: warning["given"] for warning in answer.json()["warnings"]}
+    assert shown["foo"] == given
+    assert shown["bar"] == "x" * 200 + "..."
+    assert shown["baz"].startswith("[[0, 1, 2")
+    assert len(shown["baz"]) == 203
 
 
 async def test_a_strict_server_refuses_what_it_would_report() -> None:

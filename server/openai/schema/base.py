@@ -20,17 +20,17 @@ class Wire(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     passed_on: ClassVar[bool] = False
 
-    def unknown_fields(self, prefix: str = "") -> Iterator[str]:
-        """Paths of the fields that no model declares, such as `stream_options.foo`."""
+    def unknown_fields(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
+        """The fields that no model declares: the path, such as `stream_options.foo`, and what was given."""
         if self.passed_on:
             return
-        for name in self.model_extra or {}:
-            yield prefix + name
+        for name, given in (self.model_extra or {}).items():
+            yield prefix + name, given
         for name in type(self).model_fields:
             yield from _unknown_in(getattr(self, name), f"{prefix}{name}")
 
 
-def _unknown_in(value: Any, path: str) -> Iterator[str]:
+def _unknown_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Wire):
         yield from value.unknown_fields(f"{path}.")
     elif isinstance(value, list) and value and isinstance(value[0], Wire):
