@@ -9,13 +9,17 @@ Needs torch, triton, transformers and this repository, nothing else; no model fi
     steps           how long is a decode step of Llama 3.1 8B's shape at batch 1, with and without CUDA graphs?
     offline         how many tokens per second do 256 requests get on Qwen3 0.6B's shape, here and in transformers?
 
-A short table comes at the end, everything else goes to a file. The exit status is 1 when a check failed, 2 when nothing
-could be checked. `--device cpu --tiny` exercises the script itself; with TRITON_INTERPRET=1 the kernels too.
+A short table comes at the end, everything else goes to a file. Every part runs in a process of its own and has a share
+of the time (`--seconds`, five minutes at first; what a part does not use goes to those after it): one that crashes,
+hangs or takes too long is named in the table, and costs the others nothing. The exit status is 1 when a check failed or
+was cut short, 2 when nothing could be checked. `--device cpu --tiny` exercises the script itself; with
+TRITON_INTERPRET=1 the kernels too.
 """
 
 import argparse
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
 import subprocess
@@ -23,12 +27,22 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("bandwidth", "kernels", "equality", "attention", "steps", "offline")
+SHARES_S = {"bandwidth": 20, "kernels": 100, "equality": 35, "attention": 35, "steps": 40, "offline": 70}
+"""Seconds of each part of a whole run, imports included, in the order in which they run."""
+
+PARTS = tuple(SHARES_S)
+USUAL_S = sum(SHARES_S.values())
+SWEEP_S = 300
+"""What `--sweep` adds for the attention part."""
+
+CHECKING = ("kernels", "equality")
+"""Parts that say whether results are right; the others say how fast they come."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,9 +69,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shapes that any machine runs in seconds")
     parser.add_argument("--only", type=parts, default=PARTS, metavar="A,B", help=f"some of {','.join(PARTS)}")
-    parser.add_argument("--sweep", action="store_true", help="try other launch sizes of decode attention (minutes)")
+    parser.add_argument("--seconds", type=int, default=USUAL_S, help=f"time for everything ({USUAL_S})")
+    parser.add_argument(
+        "--sweep", action="store_true", help="try other launch sizes of decode attention (minutes more)"
+    )
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out of the offline run")
+    parser.add_argument("--together", action="store_true", help="all parts in this process, for debugging: no limits")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="where everything goes")
+    parser.add_argument("--bandwidth", type=float, help=argparse.SUPPRESS)  # this and the next one: a part's process
+    parser.add_argument("--findings", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -72,32 +92,58 @@ def parts(text: str) -> tuple[str, ...]:
 
 def run(args: argparse.Namespace, device: torch.device) -> int:
     """All parts asked for. One that breaks is reported, and the others still run: a rented GPU's time is dear."""
-    from bench.gpu import report
+    from bench.gpu import isolation, report
 
+    if args.findings is not None:
+        [name] = args.only
+        isolation.write_lines(until_it_breaks(name, runners_of(args, device)[name]), args.findings)
+        return 0
     began = time.perf_counter()
-    bandwidth = measure_bandwidth(device, args.tiny)
-    runners = runners_of(args, device, bandwidth)
-    findings = [report.Finding("bandwidth", "device-to-device copy", f"{bandwidth / 1e9:.0f} GB/s read + written")]
-    for name in args.only:
-        print(f"[{time.perf_counter() - began:5.1f} s] {name}", file=sys.stderr, flush=True)
-        findings += until_it_breaks(name, runners[name]) if name in runners else []
-    seconds = time.perf_counter() - began
-    head = {**describe(device), "seconds": seconds, "command": sys.argv[1:]}
-    report.write(args.out, head, findings)
-    print(", ".join(f"{key} {value}" for key, value in describe(device).items()) + f"; {seconds:.0f} s\n")
+    findings: list[report.Finding] = []
+    for name, deadline_s in deadlines_of(args).items():
+        seconds = time.perf_counter() - began
+        print(f"[{seconds:5.1f} s] {name}", file=sys.stderr, flush=True)
+        if args.together:
+            findings += until_it_breaks(name, runners_of(args, device)[name])
+        else:
+            limit_s, must_end = deadline_s - seconds, name in CHECKING
+            findings += isolation.run_apart(name, command_of(args, name), limit_s, must_end=must_end)
+        if name == "bandwidth":
+            args.bandwidth = next((f.details["bytes_per_s"] for f in findings if "bytes_per_s" in f.details), math.nan)
+        head = {**describe(device), "seconds": time.perf_counter() - began, "command": sys.argv[1:]}
+        report.write(args.out, head, findings)
+    print(", ".join(f"{key} {value}" for key, value in describe(device).items()) + f"; {head['seconds']:.0f} s\n")
     print(report.table(findings))
     return int(any(finding.verdict == "FAIL" for finding in findings))
 
 
-def measure_bandwidth(device: torch.device, tiny: bool) -> float:
-    """Bytes per second of a copy that no cache can hold."""
-    from bench.gpu.clock import copy_bandwidth
+def deadlines_of(args: argparse.Namespace) -> dict[str, float]:
+    """Parts to run, the bandwidth always, and the seconds after the start at which each must have ended."""
+    shares_s = {name: SHARES_S[name] for name in PARTS if name in ("bandwidth", *args.only)}
+    scale = args.seconds / sum(shares_s.values())
+    shares_s = {name: share_s * scale for name, share_s in shares_s.items()}
+    if args.sweep and "attention" in shares_s:
+        shares_s["attention"] += SWEEP_S
+    return dict(zip(shares_s, accumulate(shares_s.values()), strict=True))
 
-    return copy_bandwidth(device, (16 << 20) if tiny else (2 << 30))
+
+def command_of(args: argparse.Namespace, name: str) -> list[str]:
+    """What runs one part in a process of its own, but for the file of its findings."""
+    switches = [f"--{name.replace('_', '-')}" for name in ("tiny", "sweep", "no_peer") if getattr(args, name)]
+    command = [sys.executable, str(Path(__file__).resolve()), "--device", args.device, *switches, "--only", name]
+    return [*command, "--bandwidth", str(args.bandwidth or math.nan), "--findings"]
 
 
-def runners_of(args: argparse.Namespace, device: torch.device, bandwidth: float) -> dict[str, Callable[[], Iterable]]:
+def runners_of(args: argparse.Namespace, device: torch.device) -> dict[str, Callable[[], Iterable]]:
     """Name of a part -> what yields its findings. Imports happen inside, so that one part's need is not another's."""
+
+    def bandwidth() -> Iterable:
+        from bench.gpu.clock import copy_bandwidth
+        from bench.gpu.report import Finding
+
+        rate = copy_bandwidth(device, (16 << 20) if args.tiny else (2 << 30))  # more than a cache holds
+        value = f"{rate / 1e9:.0f} GB/s read + written"
+        return [Finding("bandwidth", "device-to-device copy", value, details={"bytes_per_s": rate})]
 
     def kernels() -> Iterable:
         reason = why_no_kernels(device)
@@ -118,19 +164,20 @@ def runners_of(args: argparse.Namespace, device: torch.device, bandwidth: float)
     def attention() -> Iterable:
         from bench.gpu import attention
 
-        return attention.findings(device, bandwidth, args.tiny, args.sweep)
+        return attention.findings(device, args.bandwidth, args.tiny, args.sweep)
 
     def steps() -> Iterable:
         from bench.gpu import serving
 
-        return serving.steps(device, bandwidth, args.tiny)
+        return serving.steps(device, args.bandwidth, args.tiny)
 
     def offline() -> Iterable:
         from bench.gpu import serving
 
         return serving.offline(device, args.tiny, not args.no_peer)
 
-    return {"kernels": kernels, "equality": equality, "attention": attention, "steps": steps, "offline": offline}
+    runners = (bandwidth, kernels, equality, attention, steps, offline)
+    return {runner.__name__: runner for runner in runners}
 
 
 def why_no_kernels(device: torch.device) -> str | None:

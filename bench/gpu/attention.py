@@ -4,6 +4,7 @@ A step of single-query rows over the shape of Llama 3.1 8B's attention (32 query
 once over enough layers that the cache of the chip cannot hold them, then replayed.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -21,12 +22,14 @@ from engine.attention.interface import (
     DecodeTensors,
 )
 from engine.attention.select import select_attention
+from engine.errors import LoadError
 from engine.graphs import CudaRecorder
 from kvpool.layout import KVLayout
 from kvpool.storage import KVStorage
 
 PART = "decode attention"
 BLOCK_SIZE = 16
+LARGE_BLOCKS = 256
 MIN_BYTES = 512 << 20
 """Keys and values that a replay reads at least: several times any cache."""
 
@@ -37,15 +40,17 @@ SHAPES = [(1, 4096), (1, 32_768), (32, 4096), (32, 32_768)]
 class Setting:
     """One batch and context: a pool, its tables, and the work of one step over all its layers."""
 
-    def __init__(self, batch: int, context: int, heads: tuple[int, int, int], device: torch.device) -> None:
+    def __init__(
+        self, batch: int, context: int, heads: tuple[int, int, int], device: torch.device, block_size: int = BLOCK_SIZE
+    ) -> None:
         num_heads, num_kv_heads, head_dim = heads
         self.batch, self.context, self.device = batch, context, device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         layer_bytes = batch * context * 2 * num_kv_heads * head_dim * self.dtype.itemsize
         num_layers = min(64, -(-MIN_BYTES // layer_bytes)) if device.type == "cuda" else 2
-        self.layout = KVLayout(num_layers, num_kv_heads, head_dim, BLOCK_SIZE, self.dtype.itemsize)
+        self.layout = KVLayout(num_layers, num_kv_heads, head_dim, block_size, self.dtype.itemsize)
         self.shape = AttentionShape(num_heads, head_dim**-0.5, (None,) * num_layers)
-        self.num_blocks = batch * (context // BLOCK_SIZE)
+        self.num_blocks = batch * (context // block_size)
         self.read_bytes = num_layers * layer_bytes
 
     @property
@@ -62,7 +67,7 @@ class Setting:
         """Of one step over all layers: replayed on a GPU, plainly called elsewhere."""
         tables = np.random.default_rng(1).permutation(self.num_blocks).reshape(self.batch, -1)
         lengths = np.full(self.batch, self.context)
-        slots = torch.from_numpy(tables[:, -1] * BLOCK_SIZE + BLOCK_SIZE - 1).to(self.device)
+        slots = torch.from_numpy((tables[:, -1] + 1) * self.layout.block_size - 1).to(self.device)
         block_tables = torch.from_numpy(tables).to(self.device)
         if isinstance(backend, CapturableAttention):
             lens = torch.from_numpy(lengths).to(self.device, torch.int32)
@@ -95,6 +100,32 @@ def findings(device: torch.device, bandwidth: float, tiny: bool, sweep: bool) ->
         if sweep and backend.name == "triton":
             yield from _sweep(what, setting, storage, bandwidth)
         del storage, backend
+    for name in libraries():
+        yield from _by_library(name, tiny, heads, device, bandwidth)
+
+
+def libraries() -> list[str]:
+    """Optional backends whose libraries are installed; the kernels part says of the others that they are not."""
+    modules = {"flashinfer": "flashinfer", "flash-attn": "flash_attn"}
+    return [name for name, module in modules.items() if importlib.util.find_spec(module) is not None]
+
+
+def _by_library(
+    name: str, tiny: bool, heads: tuple[int, int, int], device: torch.device, bandwidth: float
+) -> Iterator[Finding]:
+    """The same shapes by an optional library, in blocks that each of them takes."""
+    for batch, context in [(1, 256), (4, 512)] if tiny else SHAPES:
+        setting, what = (
+            Setting(batch, context, heads, device, LARGE_BLOCKS),
+            f"batch {batch}, context {context}, {name}",
+        )
+        if setting.needed_bytes > 0.8 * free_bytes(device):
+            continue  # as above
+        try:
+            backend = select_attention(name, setting.storage(), setting.shape).backend
+            yield _measured(what, setting, setting.seconds(backend, repeats=20), bandwidth, name)
+        except (LoadError, RuntimeError) as error:
+            yield skipped(PART, what, str(error)[:100])
 
 
 def _measured(what: str, setting: Setting, seconds: float, bandwidth: float, how: str) -> Finding:

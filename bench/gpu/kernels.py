@@ -4,7 +4,7 @@ Errors are relative: the norm of the difference over the norm of the reference. 
 with NaN meanwhile, so that a cell nobody wrote is noticed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.gpu.report import Finding, check
-from engine.attention.interface import AttentionInputs, AttentionShape, DecodeTensors
+from bench.gpu.report import Finding, check, skipped
+from engine.attention.flash_attn_paged import FlashAttnAttention
+from engine.attention.flashinfer_paged import FlashInferAttention
+from engine.attention.interface import AttentionBackend, AttentionInputs, AttentionShape, DecodeTensors
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton_paged import TritonAttention
 from engine.graphs import CudaRecorder
@@ -26,6 +28,8 @@ from kvpool.table import blocks_for
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 Rows = Sequence[tuple[int, int]]
+MakeBackend = Callable[[KVStorage, AttentionShape], AttentionBackend]
+LIBRARIES: Mapping[str, MakeBackend] = {"flashinfer": FlashInferAttention, "flash-attn": FlashAttnAttention}
 
 STEPS: dict[str, Rows] = {
     "decode": [(0, 1), (5, 1), (700, 1), (2100, 1)],
@@ -36,18 +40,28 @@ HEADS = {"32/8x128": (32, 8, 128), "9/3x64": (9, 3, 64), "6/1x80": (6, 1, 80)}
 
 
 def findings(device: torch.device, dtypes: Sequence[torch.dtype], tiny: bool) -> Iterator[Finding]:
+    """The first dtype with everything that goes with it, then the others: should time run out, the least is lost."""
     steps = {"mixed": _shortened(STEPS["mixed"])} if tiny else STEPS
     heads = {"6/1x80": HEADS["6/1x80"]} if tiny else HEADS
     with poisoned_memory():
-        for dtype in dtypes:
-            for name, rows in steps.items():
-                yield _attention(device, dtype, f"attention, {name}, {_name(dtype)}", rows, heads)
-            yield _rotation(device, dtype, steps["mixed"])
-            yield from _layers(device, dtype)
+        yield from _of_dtype(device, dtypes[0], steps, heads)
         for kv_dtype in _quantized_types(device)[: 1 if tiny else None]:
             yield from _quantized(device, dtypes[0], kv_dtype, steps["mixed"])
         if device.type == "cuda":
             yield _replay(device, dtypes[0])
+        for dtype in dtypes[1:]:
+            yield from _of_dtype(device, dtype, steps, heads)
+        for name, make in LIBRARIES.items() if device.type == "cuda" else ():
+            yield by_library(name, make, device, dtypes[0], steps)
+
+
+def _of_dtype(
+    device: torch.device, dtype: torch.dtype, steps: Mapping[str, Rows], heads: Mapping[str, tuple[int, int, int]]
+) -> Iterator[Finding]:
+    for name, rows in steps.items():
+        yield _attention(device, dtype, f"attention, {name}, {_name(dtype)}", rows, heads)
+    yield _rotation(device, dtype, steps["mixed"])
+    yield from _layers(device, dtype)
 
 
 @contextmanager
@@ -119,7 +133,7 @@ def _attention(
     """The worst over head groups, windows and block sizes."""
     errors = {
         f"{group} window {window} block {block_size}": _attention_error(
-            device, dtype, rows, sizes, (window, block_size)
+            TritonAttention, device, dtype, rows, (*sizes, window, block_size)
         )
         for group, sizes in heads.items()
         for window, block_size in ((None, 16), (100, 24))
@@ -134,20 +148,38 @@ def _badness(error: float) -> tuple[bool, float]:
 
 
 def _attention_error(
-    device: torch.device, dtype: torch.dtype, rows: Rows, sizes: tuple[int, int, int], case: tuple[int | None, int]
+    make: MakeBackend, device: torch.device, dtype: torch.dtype, rows: Rows, case: tuple[int, int, int, int | None, int]
 ) -> float:
-    num_heads, num_kv_heads, head_dim = sizes
-    window, block_size = case
+    num_heads, num_kv_heads, head_dim, window, block_size = case
     layout = KVLayout(2, num_kv_heads, head_dim, block_size, dtype.itemsize)
     storage = make_pool(layout, rows, dtype, device)
     shape = AttentionShape(num_heads, head_dim**-0.5, (None, window))
     inputs = make_step(rows, block_size, storage.num_blocks, device)
     wide = widened(storage)
-    q, k, v = _qkv(inputs.num_tokens, sizes, dtype, device)
-    got = TritonAttention(storage, shape).plan(inputs)(1, q, k, v)
+    q, k, v = _qkv(inputs.num_tokens, (num_heads, num_kv_heads, head_dim), dtype, device)
+    got = make(storage, shape).plan(inputs)(1, q, k, v)
     want = ReferenceAttention(wide, shape).plan(inputs)(1, q.float(), k.float(), v.float())
     stored = float((widened(storage).data - wide.data).abs().max())
     return error_of(got, want) if stored == 0.0 else float("nan")
+
+
+def by_library(
+    name: str, make: MakeBackend, device: torch.device, dtype: torch.dtype, steps: Mapping[str, Rows]
+) -> Finding:
+    """An optional backend, where its library is installed. (FlashInfer compiles first, perhaps for minutes.)"""
+    what = f"attention by {name}, {_name(dtype)}"
+    try:
+        errors = {
+            f"{step} window {window}": _attention_error(make, device, dtype, rows, (32, 8, 128, window, 256))
+            for step, rows in steps.items()
+            for window in (None, 100)
+        }
+    except ValueError as error:
+        return skipped("kernels", what, str(error)[:100])
+    except RuntimeError as error:
+        return Finding("kernels", what, str(error)[:100], "FAIL")
+    worst = max(errors.values(), key=_badness)
+    return replace(check("kernels", what, worst, LIMITS[dtype]), details=errors)
 
 
 def _qkv(num_tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Sequence[Tensor]:
