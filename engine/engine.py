@@ -1,13 +1,17 @@
 """The engine: a loaded model with its KV pool, and the one thread on which its steps run.
 
 Knows how to load, size, warm up, step and close, and which errors mean what. What a step does is `runner`'s; how large
-the pool becomes is `memory`'s.
+the pool becomes is `memory`'s. A step may be given while others run, and goes behind them. On a CPU the thread takes
+one after the other. A GPU works on what the thread has launched; a second thread waits for it, and touches nothing.
 """
 
 import asyncio
 import time
 import traceback
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,9 +28,10 @@ from engine.memory import DeviceMemory, check_weights_fit, gib, pool_blocks
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, read_checkpoint_dtype, read_spec, weight_bytes_of
 from engine.models.spec import DecoderSpec
-from engine.runner import Parts, Runner
+from engine.runner import Launched, Parts, Runner
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import Sampler
+from engine.transit import courier_for
 from engine.weights.checkpoint import ModelSource
 from kvpool.layout import KVLayout, element_and_scale_bytes
 from kvpool.quant import CODE_DTYPES
@@ -35,6 +40,16 @@ from kvpool.table import blocks_for
 
 CPU_WARM_UP_TOKENS = 16
 """Prompt tokens of the warm-up on a CPU: enough to touch every operator; a GPU warms up with the largest step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Begun:
+    """A step that the thread has given to the device: when it began to, and what it has already."""
+
+    batch: Batch
+    began_s: float
+    saved: tuple[bytes, ...]
+    launched: Launched | None
 
 
 class Engine:
@@ -46,6 +61,10 @@ class Engine:
         self._worker = ThreadPoolExecutor(
             1, thread_name_prefix="engine", initializer=_use_device, initargs=(info.device,)
         )
+        self._waiter = ThreadPoolExecutor(
+            1, thread_name_prefix="engine-wait", initializer=_use_device, initargs=(info.device,)
+        )
+        self._finished_s = 0.0
         self._dead: str | None = None
 
     @classmethod
@@ -94,6 +113,7 @@ class Engine:
                 config.max_num_seqs, config.max_num_batched_tokens, max_model_len, config.block_size, decoder.device
             ),
             graphs=decode_graphs(decoder, selection.backend, config, max_model_len),
+            courier=courier_for(decoder.device),
         )
         info = EngineInfo(
             num_blocks=storage.num_blocks,
@@ -113,7 +133,7 @@ class Engine:
         return engine
 
     async def step(self, batch: Batch) -> StepOutput:
-        """Run one step on the engine's thread.
+        """Run one step on the engine's thread, behind those given before; these need not be done.
 
         Raises:
             StepError: the batch's rows are lost, the engine lives on.
@@ -121,25 +141,55 @@ class Engine:
         """
         if self._dead is not None:
             raise EngineDead(self._dead)
-        return await asyncio.get_running_loop().run_in_executor(self._worker, self.step_sync, batch)
+        loop = asyncio.get_running_loop()
+        if not self._runner.is_late:
+            return await loop.run_in_executor(self._worker, self.step_sync, batch)
+        begun = await loop.run_in_executor(self._worker, self._begin, batch)
+        arrived_s = await loop.run_in_executor(self._waiter, self._wait, begun)
+        return await loop.run_in_executor(self._worker, self._finish, begun, arrived_s)
 
     def step_sync(self, batch: Batch) -> StepOutput:
         """The same in the caller's thread; never beside another step. Raises as `step` does."""
+        begun = self._begin(batch)
+        return self._finish(begun, self._wait(begun))
+
+    def _begin(self, batch: Batch) -> _Begun:
         if self._dead is not None:
             raise EngineDead(self._dead)
         began_s = time.perf_counter()
-        try:
+        with self._errors_named(batch):
             saved = self._runner.move_blocks(batch)
-            rows = () if batch.only_moves_blocks else self._runner.run(batch)
-        except (RuntimeError, MemoryError, ValueError) as error:
-            raise self._failure_of(batch, error) from error
-        return StepOutput(batch.step, rows, time.perf_counter() - began_s, saved)
+            launched = None if batch.only_moves_blocks else self._runner.launch(batch)
+        return _Begun(batch, began_s, saved, launched)
+
+    def _wait(self, begun: _Begun) -> float:
+        """Until what the step gives is on the host; tells when that was."""
+        if begun.launched is not None:
+            with self._errors_named(begun.batch):
+                begun.launched.arrival.wait()
+        return time.perf_counter()
+
+    def _finish(self, begun: _Begun, arrived_s: float) -> StepOutput:
+        """A step's time counts from when the device had nothing else to do."""
+        with self._errors_named(begun.batch):
+            rows = () if begun.launched is None else self._runner.finish(begun.launched)
+        now_s = arrived_s if self._runner.is_late else time.perf_counter()
+        duration_s, self._finished_s = now_s - max(begun.began_s, self._finished_s), now_s
+        return StepOutput(begun.batch.step, rows, duration_s, begun.saved)
 
     def close(self) -> None:
         """Let a running step end, then stop the threads. Later steps raise `EngineDead`. Harmless when repeated."""
         self._dead = self._dead or "the engine is closed"
         self._worker.shutdown(wait=True)
+        self._waiter.shutdown(wait=True)
         self._runner.close()
+
+    @contextmanager
+    def _errors_named(self, batch: Batch) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, MemoryError, ValueError) as error:
+            raise self._failure_of(batch, error) from error
 
     def _failure_of(self, batch: Batch, error: Exception) -> EngineError:
         """Which of the engine's errors an exception of a step means."""
@@ -170,6 +220,8 @@ class Engine:
         steps = [Batch(0, (start,), (), (Row(0, 0, start.prompt_ids, 0, blocks, sample=True),))]
         if num_tokens < capacity:
             steps.append(Batch(0, (), (), (Row(0, num_tokens, (0,), 0, blocks, sample=True),)))
+        if self.info.device != "cpu" and num_tokens > 1:  # kernels are compiled anew for chunks of odd sizes
+            steps.append(Batch(0, (), (), (Row(0, num_tokens - 2, (0, 0), 0, blocks, sample=True),)))
         for done, batch in enumerate(steps):
             progress("warming up", done / len(steps))
             self._worker.submit(self.step_sync, batch).result()

@@ -23,6 +23,7 @@ from engine.config import Progress
 from engine.inputs import StepInputs
 from engine.models.decoder import Decoder
 from engine.models.spec import DecoderSpec
+from engine.transit import upload
 
 MAX_ROWS = 512
 """Larger steps run eagerly: their launches take less than their work."""
@@ -168,7 +169,7 @@ class DecodeGraphs:
         num_rows, tables = attention.num_rows, attention.block_tables
         lengths = np.zeros(size, dtype=np.int32)
         lengths[:num_rows] = attention.context_lens
-        decode.context_lens[:size].copy_(torch.from_numpy(lengths), non_blocking=True)
+        decode.context_lens[:size].copy_(upload(torch.from_numpy(lengths), decode.context_lens.device))
         decode.block_tables[:num_rows, : tables.shape[1]].copy_(tables)
         decode.slot_mapping[:num_rows].copy_(attention.slot_mapping)
         decode.slot_mapping[num_rows:size].fill_(-1)

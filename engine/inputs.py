@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.interface import AttentionInputs, IntArray
-from engine.batch import Batch, Row
+from engine.batch import PENDING, Batch, Row
+from engine.transit import upload
 from kvpool.table import blocks_for
 
 
@@ -29,10 +30,11 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The tensors of one step. They alias the builder's buffers: valid until its next `build`.
+    """The tensors of one step, its own: the next may be built while the device still works on this one.
 
     Attributes:
-        token_ids, positions: `[T]` int64 on the device, ragged rows one after the other.
+        token_ids, positions: `[T]` int64 on the device, ragged rows one after the other. A `PENDING` token of a slot is
+            given as `-1 - slot`.
         sample_rows: indices into `batch.rows` of those that sample, ascending.
         sample_hidden: `[N]` int64 on the device: the hidden row of each.
     """
@@ -43,6 +45,7 @@ class StepInputs:
     sample_rows: IntArray
     sample_hidden: Tensor
     prompt_scores: tuple[PromptScores, ...]
+    has_pending: bool = False
 
 
 class InputBuilder:
@@ -57,10 +60,9 @@ class InputBuilder:
     ) -> None:
         self._block_size = block_size
         self._device = device
+        self._max_num_tokens = max_num_tokens
         self._max_model_len = max_model_len
         self._tables = np.zeros((max_num_seqs, blocks_for(max_model_len, block_size)), dtype=np.int64)
-        pinned = device.type == "cuda"
-        self._tokens = torch.empty((3, max_num_tokens), dtype=torch.int64, pin_memory=pinned)
 
     def build(self, batch: Batch) -> StepInputs:
         """Apply the rows' block-table changes and lay the step out.
@@ -90,37 +92,40 @@ class InputBuilder:
                 slot_mapping=tokens[2],
             ),
             sample_rows=sample_rows,
-            sample_hidden=self._to_device(torch.from_numpy((first_of + counts - 1)[sample_rows])),
+            sample_hidden=self._to_device((first_of + counts - 1)[sample_rows]),
             prompt_scores=tuple(
                 PromptScores(index, int(first_of[index]), row.prompt_targets)
                 for index, row in enumerate(batch.rows)
                 if row.prompt_targets
             ),
+            has_pending=any(row.token_ids[0] == PENDING for row in batch.rows),
         )
 
     def _lay_out(self, rows: Sequence[Row], counts: IntArray, query_starts: IntArray) -> Tensor:
         """Token ids, positions and pool slots of all tokens, `[3, T]` on the device."""
         num_tokens = int(query_starts[-1])
-        buffer = self._tokens[:, :num_tokens]
-        token_ids, positions, slots = buffer.numpy()
+        layout = np.empty((3, num_tokens), dtype=np.int64)
+        token_ids, positions, slots = layout
         token_ids[:] = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, num_tokens)
         starts = _ints((row.start for row in rows), len(rows))
         positions[:] = np.arange(num_tokens) + np.repeat(starts - query_starts[:-1], counts)
         owners = np.repeat(_ints((row.slot for row in rows), len(rows)), counts)
+        pending = token_ids == PENDING
+        token_ids[pending] = -1 - owners[pending]
         index, offset = np.divmod(positions, self._block_size)
         slots[:] = self._tables[owners, index] * self._block_size + offset
-        return self._to_device(buffer)
+        return self._to_device(layout)
 
     def _tables_of(self, batch: Batch, order: IntArray, max_context: int) -> Tensor:
         """The rows' block tables, `[R, blocks]` on the device, as wide as the longest context needs."""
         slots = _ints((row.slot for row in batch.rows), len(batch.rows))[order]
-        return self._to_device(torch.from_numpy(self._tables[slots, : blocks_for(max_context, self._block_size)]))
+        return self._to_device(self._tables[slots, : blocks_for(max_context, self._block_size)])
 
     def _check(self, batch: Batch) -> None:
         if not batch.rows:
             raise ValueError(f"step {batch.step} has no rows")
-        if batch.num_tokens > self._tokens.shape[1]:
-            raise ValueError(f"step {batch.step} has {batch.num_tokens} tokens, at most {self._tokens.shape[1]} fit")
+        if batch.num_tokens > self._max_num_tokens:
+            raise ValueError(f"step {batch.step} has {batch.num_tokens} tokens, at most {self._max_num_tokens} fit")
         for row in batch.rows:
             if not 0 <= row.slot < len(self._tables) or row.start + len(row.token_ids) > self._max_model_len:
                 raise ValueError(
@@ -128,9 +133,8 @@ class InputBuilder:
                     f"{len(self._tables)} slots of {self._max_model_len} tokens"
                 )
 
-    def _to_device(self, host: Tensor) -> Tensor:
-        """Pinned buffers travel without waiting; the step's sampling waits for them long before they are reused."""
-        return host.to(self._device, non_blocking=True)
+    def _to_device(self, host: IntArray) -> Tensor:
+        return upload(torch.from_numpy(host), self._device)
 
 
 def _ints(values: Iterable[int], count: int) -> npt.NDArray[np.int64]:

@@ -2,10 +2,18 @@
 
 Order, fixed: slots start, blocks are copied, inputs are laid out, grammar masks begin on their side thread, the model
 runs, prompt tokens are scored, rows sample. Knows one thread and no requests; a step's errors are the engine's to name.
+
+A step is launched, and finished when what it gives has come to the host. On a GPU the next may be launched before: all
+its work goes behind the first one's, its tokens are taken from there on the device, and only rows that choose by what
+their slot has chosen before (`Sampler.remembers`) make it wait, between its forward pass and its sampling:
+
+    device    step N ............... | forward pass of N+1 ......... | sampling of N+1
+    host        launch N+1: forward    | conclude N | launch N+1: sampling
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,8 +24,9 @@ from engine.config import Progress
 from engine.graphs import DecodeGraphs
 from engine.inputs import InputBuilder, PromptScores, StepInputs
 from engine.models.decoder import Decoder
-from engine.sampling.logprobs import prompt_logprobs
-from engine.sampling.sampler import Sampled, Sampler
+from engine.sampling.logprobs import Described, describe_prompt
+from engine.sampling.sampler import Drawn, Sampled, Sampler
+from engine.transit import Arrival, Courier, HostCourier, upload
 from kvpool.storage import KVStorage
 from kvpool.transfer import export_blocks, load_blocks
 
@@ -27,7 +36,8 @@ MAX_PROMPT_LOGITS = 1 << 24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """What a runner drives. All of one device and one number of slots. `graphs` replay what they can of the steps."""
+    """What a runner drives. All of one device and one number of slots. `graphs` replay what they can of the steps;
+    `courier` brings to the host what they give."""
 
     decoder: Decoder
     storage: KVStorage
@@ -35,6 +45,34 @@ class Parts:
     sampler: Sampler
     builder: InputBuilder
     graphs: DecodeGraphs | None = None
+    courier: Courier = field(default_factory=HostCourier)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """What the rows of a step come from, still on the device: prompt scores (in pieces) and draws, by row."""
+
+    scores: Mapping[int, Sequence[Described]] = field(default_factory=dict)
+    sample_rows: Sequence[int] = ()
+    drawn: Drawn | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What must come to the host, wider element types first."""
+        drawn = () if self.drawn is None else self.drawn.tensors
+        return [*drawn, *(piece.numbers for pieces in self.scores.values() for piece in pieces)]
+
+
+@dataclass(slots=True, eq=False)
+class Launched:
+    """A step given to the device: `rows` that compute, `refused` slots of `batch` with the reason, what is to come."""
+
+    batch: Batch
+    rows: Sequence[Row]
+    refused: Mapping[int, str]
+    work: _Work
+    arrival: Arrival
+    outputs: tuple[RowOutput, ...] | None = None
 
 
 class Runner:
@@ -44,10 +82,20 @@ class Runner:
         self._parts = parts
         self._num_prompt_alternatives = [0] * max_num_seqs
         self._refused: dict[int, str] = {}
+        self._open: deque[Launched] = deque()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a launched step may still have to be waited for."""
+        return self._parts.courier.is_late
+
+    def run(self, batch: Batch) -> tuple[RowOutput, ...]:
+        """Launch a step and finish it. Raises as both do."""
+        return self.finish(self.launch(batch))
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> tuple[RowOutput, ...]:
-        """One output per row, in order. A slot whose start was refused fails alone.
+    def launch(self, batch: Batch) -> Launched:
+        """Give a step to the device, behind those that were given before.
 
         Raises:
             ValueError: the batch asks for something this runner cannot do; nothing was computed.
@@ -60,13 +108,22 @@ class Runner:
             self._start(start)
         self._parts.storage.copy_blocks(batch.copies)
         refused = {row.slot: self._refused[row.slot] for row in batch.rows if row.slot in self._refused}
-        if not refused:
-            return self._compute(batch)
-        healthy = tuple(row for row in batch.rows if row.slot not in refused)
-        computed = iter(self._compute(replace(batch, rows=healthy)) if healthy else ())
-        return tuple(
-            RowOutput(error=refused[row.slot]) if row.slot in refused else next(computed) for row in batch.rows
-        )
+        rows = tuple(row for row in batch.rows if row.slot not in refused) if refused else batch.rows
+        work = _Work() if refused and not rows else self._compute(replace(batch, rows=rows) if refused else batch)
+        launched = Launched(batch, rows, refused, work, self._parts.courier.send(work.tensors))
+        self._open.append(launched)
+        return launched
+
+    @torch.inference_mode()
+    def finish(self, launched: Launched) -> tuple[RowOutput, ...]:
+        """Wait for a step, and for those before it: one output per row. A slot whose start was refused fails alone.
+
+        Raises:
+            RuntimeError: the device is lost.
+        """
+        while launched.outputs is None:
+            self._conclude_oldest()
+        return launched.outputs
 
     @torch.inference_mode()
     def move_blocks(self, batch: Batch) -> tuple[bytes, ...]:
@@ -101,14 +158,21 @@ class Runner:
         except ValueError as error:
             self._refused[start.slot] = str(error)
 
-    def _compute(self, batch: Batch) -> tuple[RowOutput, ...]:
-        inputs = self._parts.builder.build(batch)
-        sampling_slots = [batch.rows[row].slot for row in inputs.sample_rows.tolist()]
-        self._parts.sampler.begin(sampling_slots)
+    def _compute(self, batch: Batch) -> _Work:
+        inputs = self._inputs_of(batch)
+        sample_rows = inputs.sample_rows.tolist()
+        slots = [batch.rows[row].slot for row in sample_rows]
+        if not self._open:
+            self._parts.sampler.begin(slots)
         hidden = self._forward(inputs)
         scores = {part.row: self._score_prompt(hidden, batch.rows[part.row], part) for part in inputs.prompt_scores}
-        sampled = self._sample(hidden, inputs, sampling_slots)
-        return tuple(_outputs(len(batch.rows), sampled, scores))
+        return _Work(scores, sample_rows, self._draw(hidden, inputs, slots) if slots else None)
+
+    def _inputs_of(self, batch: Batch) -> StepInputs:
+        inputs = self._parts.builder.build(batch)
+        if not inputs.has_pending:
+            return inputs
+        return replace(inputs, token_ids=self._parts.sampler.fill_in(inputs.token_ids))
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Hidden states of all tokens, `[T, hidden]`; by a recorded step where there is one."""
@@ -118,23 +182,44 @@ class Runner:
         attend = self._parts.attention.plan(inputs.attention)
         return self._parts.decoder.forward(inputs.token_ids, inputs.positions, attend)
 
-    def _sample(self, hidden: Tensor, inputs: StepInputs, slots: Sequence[int]) -> dict[int, Sampled]:
-        """By row of the batch. Only the hidden states of sampling rows meet the head."""
-        if not slots:
-            return {}
+    def _draw(self, hidden: Tensor, inputs: StepInputs, slots: Sequence[int]) -> Drawn:
+        """Only the hidden states of sampling rows meet the head."""
         logits = self._parts.decoder.logits(hidden[inputs.sample_hidden])
-        sampled = self._parts.sampler.sample(slots, logits)
-        return dict(zip(inputs.sample_rows.tolist(), sampled, strict=True))
+        if self._open and self._parts.sampler.remembers(slots):
+            while self._open:
+                self._conclude_oldest()
+        return self._parts.sampler.draw(slots, logits)
 
-    def _score_prompt(self, hidden: Tensor, row: Row, part: PromptScores) -> tuple[TokenLogprob, ...]:
+    def _score_prompt(self, hidden: Tensor, row: Row, part: PromptScores) -> list[Described]:
         """Logprobs of a row's prompt targets, in pieces that bound the logits in memory."""
         num_at_once = max(1, MAX_PROMPT_LOGITS // self._parts.decoder.spec.vocab_size)
-        entries: list[TokenLogprob] = []
+        pieces = []
         for low in range(0, len(part.targets), num_at_once):
-            targets = torch.tensor(part.targets[low : low + num_at_once], device=hidden.device)
+            targets = upload(torch.tensor(part.targets[low : low + num_at_once]), hidden.device)
             logits = self._parts.decoder.logits(hidden[part.first + low : part.first + low + len(targets)])
-            entries += prompt_logprobs(logits, targets, self._num_prompt_alternatives[row.slot])
-        return tuple(entries)
+            pieces.append(describe_prompt(logits, targets, self._num_prompt_alternatives[row.slot]))
+        return pieces
+
+    def _conclude_oldest(self) -> None:
+        """Turn what the oldest open step gave into its outputs, on the host."""
+        launched = self._open[0]
+        arrived = iter(launched.arrival.wait())  # if the device is lost, so it is for those behind
+        self._open.popleft()
+        launched.outputs = tuple(self._outputs_of(launched, arrived))
+
+    def _outputs_of(self, launched: Launched, arrived: Iterator[Tensor]) -> Iterable[RowOutput]:
+        work, sampled = launched.work, dict[int, Sampled]()
+        if work.drawn is not None:
+            tensors = [next(arrived) for _ in work.drawn.tensors]
+            sampled = dict(zip(work.sample_rows, self._parts.sampler.conclude(work.drawn, tensors), strict=True))
+        scores = {
+            row: tuple(entry for piece in pieces for entry in piece.read(next(arrived)))
+            for row, pieces in work.scores.items()
+        }
+        computed = iter(_outputs(len(launched.rows), sampled, scores))
+        for row in launched.batch.rows:
+            refused = launched.refused.get(row.slot)
+            yield next(computed) if refused is None else RowOutput(error=refused)
 
 
 def _outputs(

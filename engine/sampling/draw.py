@@ -72,7 +72,7 @@ def _from_few(x: Tensor, cut: Cut, race: Race) -> tuple[Tensor, Tensor]:
     width = int(cut.top_k.max())
     candidates, ids = truncation.narrow(x, width)
     if (cut.top_k < width).any():
-        candidates = truncation.top_k(candidates, ints_on(x.device, cut.top_k))
+        candidates = truncation.top_k(candidates, ints_on(x.device, cut.top_k), width)
     if (cut.top_p < 1.0).any():
         candidates = truncation.top_p(candidates, floats_on(x.device, cut.top_p))
     if (cut.min_p > 0.0).any():
@@ -91,7 +91,8 @@ def _from_all(x: Tensor, cut: Cut, race: Race) -> tuple[Tensor, Tensor]:
 
 def _from_limited(x: Tensor, cut: Cut, race: Race) -> tuple[Tensor, Tensor]:
     if ((cut.top_k > 0) & (cut.top_p < 1.0)).any():  # top-p is a share of what top-k leaves
-        x = truncation.top_k(x, ints_on(x.device, _limits(x, cut)))
+        limits = _limits(x, cut)
+        x = truncation.top_k(x, ints_on(x.device, limits), int(limits.max()))
     tokens, peaks = _from_all(x, cut, race)
     return _within_limits(x, cut, race, tokens), peaks
 
@@ -104,9 +105,10 @@ def _within_limits(x: Tensor, cut: Cut, race: Race, tokens: Tensor) -> Tensor:
     border = Border.at(x, tokens)
     counts, shares = race.ahead(x, border)
     outside = (counts >= ints_on(x.device, _limits(x, cut))) | (shares >= floats_on(x.device, cut.top_p))
-    if outside.any():
-        index = outside.nonzero().squeeze(-1)
-        x, cut, border = x[index], cut.take(index.cpu().numpy()), border.take(index)
+    rows = np.flatnonzero(outside.cpu().numpy())  # the one question that a draw has for the device
+    if rows.size:
+        index = ints_on(x.device, rows)
+        x, cut, border = x[index], cut.take(rows), border.take(index)
         again, _ = race.winners(x, cut.keys, border=border)
         tokens[index] = _within_limits(x, cut, race, again)
     return tokens

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.batch import SlotStart
 from engine.sampling.grammar import GrammarMasks, Words
 from engine.sampling.state import Ints, SlotTable, flat_index, id_array, ints_on, on_rows
+from engine.transit import upload
 
 _BANNED = float("-inf")
 _NONE: Ints = np.empty(0, dtype=np.int64)
@@ -93,7 +94,7 @@ class TokenMasks:
             longer = clear_bits(words[row], self._stops[slots[row]])
             if longer.any():
                 words[row] = longer
-        allowed = unpack_bits(torch.from_numpy(words).to(x.device), x.shape[-1])
+        allowed = unpack_bits(upload(torch.from_numpy(words), x.device), x.shape[-1])
         return x.masked_fill_(~allowed, _BANNED)
 
     def _banned_ids(self, slot: int) -> Ints:

@@ -123,7 +123,8 @@ class Pipeline:
 
     def _top_k(self, x: Tensor, slots: Ints) -> Tensor:
         def keep(x: Tensor, slots: Ints) -> Tensor:
-            return truncation.top_k(x, ints_on(x.device, self._table.top_k[slots]))
+            k = self._table.top_k[slots]
+            return truncation.top_k(x, ints_on(x.device, k), int(k.max()))
 
         return on_rows(x, slots, self._table.top_k[slots] > 0, keep)
 

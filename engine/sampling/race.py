@@ -21,6 +21,7 @@ from torch import Tensor
 
 from engine.sampling.rng import Keys
 from engine.sampling.state import accumulator
+from engine.transit import upload
 
 # The odd number spreads neighbouring ids (2**32 / golden ratio); the mixer is Wellons' "lowbias32", its two multipliers
 # and shifts (Hash Function Prospector, 2018), with the key's words put in before each multiplication.
@@ -97,7 +98,7 @@ class TorchRace:
         """See `Race`."""
         peaks = x.amax(-1)
         columns = torch.empty(len(x), dtype=torch.int64, device=x.device)
-        words = torch.from_numpy(keys).to(x.device)
+        words = upload(torch.from_numpy(keys), x.device)
         runners = torch.arange(x.shape[-1], device=x.device) if ids is None else ids
         runners = runners.int().expand(x.shape)
         for rows in row_chunks(x):

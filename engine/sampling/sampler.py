@@ -3,6 +3,10 @@
 Knows slots, logits and token ids; nothing of requests, text or attention. State advances only on tokens it returned,
 and `start` rebuilds it from the tokens a sequence already has, so a preempted sequence continues as if nothing had
 happened.
+
+A step is drawn on the device and concluded on the host, where its numbers come later. What a slot drew last stays on
+the device, for the next step to begin with (`fill_in`). What it remembers of its output (penalties, grammar, bad words)
+is the host's, and must be concluded before it draws again; most slots remember nothing (`remembers`).
 """
 
 from collections.abc import Collection, Sequence
@@ -15,7 +19,7 @@ from torch import Tensor
 from engine.batch import SlotStart, TokenLogprob
 from engine.errors import NO_TOKEN_LEFT
 from engine.sampling.grammar import GrammarMasks
-from engine.sampling.logprobs import describe
+from engine.sampling.logprobs import Described, describe
 from engine.sampling.masks import TokenMasks
 from engine.sampling.native_race import best_race
 from engine.sampling.penalties import LogitBias, Penalties
@@ -46,6 +50,22 @@ class Sampled:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """What `slots` drew, on the device: `chosen` [2, n] (see `Pipeline.choose`), and for those of the `reported` rows
+    what their logprobs will be read from."""
+
+    slots: Sequence[int]
+    chosen: Tensor
+    reported: Ints
+    described: Described | None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What must come to the host for `Sampler.conclude`, wider element types first."""
+        return (self.chosen,) if self.described is None else (self.chosen, self.described.numbers)
+
+
 class Sampler:
     """Per-slot sampling state for `max_num_seqs` slots, and vectorised sampling over any of them.
 
@@ -67,6 +87,7 @@ class Sampler:
         self._penalties = Penalties(self._table, max_num_seqs)
         race = best_race(device) if race is None else race
         self._pipeline = Pipeline(self._table, self._masks, self._bias, self._penalties, race)
+        self._last = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._wants_logprobs = np.zeros(max_num_seqs, dtype=np.bool_)
         self._has_history = np.zeros(max_num_seqs, dtype=np.bool_)
         self._num_top = np.zeros(max_num_seqs, dtype=np.int64)
@@ -98,40 +119,59 @@ class Sampler:
         """Start computing the grammar masks of the slots that will sample in this step, beside the forward pass."""
         self._grammar.begin(slots)
 
+    def remembers(self, slots: Sequence[int]) -> bool:
+        """Whether what any of them may draw depends on the tokens it drew: all of these must be concluded before."""
+        return bool(self._has_history[slots].any())
+
+    def fill_in(self, token_ids: Tensor) -> Tensor:
+        """Token ids [n] in which `-1 - slot` stood for the token that the slot drew last. Waits for no device."""
+        return torch.where(token_ids < 0, self._last[(-1 - token_ids).clamp_(min=0)], token_ids)
+
     @torch.inference_mode()
     def sample(self, slots: Sequence[int], logits: Tensor) -> list[Sampled]:
-        """Choose the next token of each slot and advance its state.
+        """Choose the next token of each slot and advance its state: `draw`, concluded at once."""
+        if not slots:
+            return []
+        drawn = self.draw(slots, logits)
+        return self.conclude(drawn, drawn.tensors)
+
+    @torch.inference_mode()
+    def draw(self, slots: Sequence[int], logits: Tensor) -> Drawn:
+        """Choose the next token of each slot on the device, which may have to work on it for some time.
 
         Args:
-            slots: [n], distinct.
+            slots: [n] distinct, at least one.
             logits: [n, vocab_size] raw, row `i` for `slots[i]`; overwritten when float32 and contiguous.
         """
         assert logits.shape == (len(slots), self.vocab_size), "one row of logits for each slot"
-        if not slots:
-            return []
         self._grammar.join(slots)
         rows = np.asarray(slots, dtype=np.int64)
         logits = logits.float().contiguous()
         reported = np.flatnonzero(self._wants_logprobs[rows])
-        index = ints_on(logits.device, reported)
-        raw = logits[index] if reported.size else None  # a copy, before the steps edit them
+        index = ints_on(logits.device, reported) if reported.size else None
+        raw = None if index is None else logits[index]  # a copy, before the steps edit them
         chosen = self._pipeline.choose(logits, rows)
-        logprobs: dict[int, TokenLogprob] = {}
-        if raw is not None:
-            entries = self._logprobs(raw, chosen[0][index], rows[reported])
-            logprobs = dict(zip(reported.tolist(), entries, strict=True))
-        sampled = [
-            self._conclude(slot, token_id, outcome, logprobs.get(row))
-            for row, (slot, token_id, outcome) in enumerate(zip(slots, *chosen.tolist(), strict=True))
-        ]
+        described = None if raw is None else self._describe(raw, chosen[0][index], rows[reported])
+        self._last[ints_on(logits.device, rows)] = chosen[0]
         self._table.num_outputs[rows] += 1
-        return sampled
+        return Drawn(slots, chosen, reported, described)
+
+    def conclude(self, drawn: Drawn, tensors: Sequence[Tensor]) -> list[Sampled]:
+        """What a draw came to, from its `tensors` on the host, in order of drawing. What slots remember advances."""
+        token_ids, outcomes = tensors[0].tolist()
+        logprobs: dict[int, TokenLogprob] = {}
+        if drawn.described is not None:
+            logprobs = dict(zip(drawn.reported.tolist(), drawn.described.read(tensors[1]), strict=True))
+        return [
+            self._conclude(slot, token_id, outcome, logprobs.get(row))
+            for row, (slot, token_id, outcome) in enumerate(zip(drawn.slots, token_ids, outcomes, strict=True))
+        ]
 
     def close(self) -> None:
         """End the side thread that computes grammar masks."""
         self._grammar.close()
 
-    def _logprobs(self, raw: Tensor, token_ids: Tensor, slots: Ints) -> list[TokenLogprob]:
+    def _describe(self, raw: Tensor, token_ids: Tensor, slots: Ints) -> Described:
         return describe(raw, token_ids, self._num_top[slots].tolist(), [self._extra_ids[slot] for slot in slots])
 
     def _conclude(self, slot: int, token_id: int, outcome: int, logprob: TokenLogprob | None) -> Sampled:

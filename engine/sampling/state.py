@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.batch import SlotStart
 from engine.sampling.params import SamplingParams
+from engine.transit import upload
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -30,12 +31,12 @@ def accumulator(device: torch.device) -> torch.dtype:
 
 def floats_on(device: torch.device, values: Floats) -> Tensor:
     """`values` [n] as a tensor of the device's accumulator type."""
-    return torch.from_numpy(values).to(accumulator(device)).to(device)
+    return upload(torch.from_numpy(values).to(accumulator(device)), device)
 
 
 def ints_on(device: torch.device, values: Ints) -> Tensor:
     """`values` as an int64 tensor on the device."""
-    return torch.from_numpy(values).to(device)
+    return upload(torch.from_numpy(values), device)
 
 
 def id_array(token_ids: Iterable[int]) -> Ints:

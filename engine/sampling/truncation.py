@@ -3,6 +3,9 @@
 Each takes logits `x` [n, width] and one setting per row [n], and gives logits with -inf where a token was dropped.
 Columns must be in ascending order of token id: ties then go to the lower id everywhere, whatever the width. Knows
 tensors only.
+
+Ties are rare. On a CPU it is asked whether there are any, and the work for them is left out; elsewhere asking would
+mean waiting for the device, so that work is done always, or is part of the comparison (`_ranks`).
 """
 
 import torch
@@ -18,13 +21,16 @@ _GROUP = 64
 """Columns whose highest stands for them while candidates are looked for."""
 
 
-def top_k(x: Tensor, k: Tensor) -> Tensor:
-    """Keep exactly the `k` [n] (1..width) highest of each row; of equal ones at the border those with the lower ids."""
-    highest = torch.topk(x, int(k.max()), dim=-1).values
+def top_k(x: Tensor, k: Tensor, largest: int | None = None) -> Tensor:
+    """Keep exactly the `k` [n] (1..width) highest of each row; of equal ones at the border those with the lower ids.
+
+    `largest` is the highest of `k`, or more; None asks the device.
+    """
+    highest = torch.topk(x, int(k.max()) if largest is None else largest, dim=-1).values
     border = highest.gather(-1, k.unsqueeze(-1) - 1)
     keep = x >= border
     crowded = (keep.sum(-1) > k) & (border.squeeze(-1) > _DROPPED)
-    if crowded.any():
+    if x.device.type != "cpu" or crowded.any():
         above = x > border
         tied = keep & ~above
         room = k.unsqueeze(-1) - above.sum(-1, keepdim=True)
@@ -87,35 +93,74 @@ def narrow(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
     The same candidates as `top_k`, whatever the device's own order of equal values.
     """
-    values, columns, crowded = _highest(x, width)
+    columns = (_highest if x.device.type == "cpu" else highest_ranked)(x, width).sort(-1).values
+    return x.gather(-1, columns), columns
+
+
+def highest_ranked(x: Tensor, width: int) -> Tensor:
+    """Columns [n, width] of the `width` highest of each row of `x` (float32), of equal ones those with lower columns.
+
+    Looked for among the columns of the `width` groups whose own highest rank highest. What is elsewhere ranks below
+    one of each of these groups: groups are in order of column, so that holds for equal values as well.
+    """
+    if not _is_worth_grouping(x, width):
+        every = torch.arange(x.shape[-1], device=x.device)
+        return torch.topk(_ranks(x, every), width, dim=-1).indices
+    peaks = _group_peaks(x)
+    groups = torch.topk(_ranks(peaks, torch.arange(peaks.shape[-1], device=x.device)), width, dim=-1).indices
+    pool = _columns_of(x, groups)
+    places = torch.topk(_ranks(x.gather(-1, pool), pool), width, dim=-1).indices
+    return pool.gather(-1, places)
+
+
+def _ranks(x: Tensor, columns: Tensor) -> Tensor:
+    """A number for each logit [n, width], all different in a row: in order of value, then from the last column down.
+
+    The bits of a float32 from 0 up are in its order, those of a negative one in the reverse: 31 of them are flipped.
+    """
+    bits = (x + 0.0).view(torch.int32)  # the sum makes one zero of the two
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits.long() << 32) - columns
+
+
+def _highest(x: Tensor, width: int) -> Tensor:
+    """The same, for a CPU: values are compared, and the rows where others tie with the last of them are done anew."""
+    columns, crowded = _highest_or_equal(x, width)
     if crowded.any():
         rows = crowded.nonzero().squeeze(-1)
         exact = top_k(x[rows], torch.full_like(rows, width))
-        values[rows], columns[rows] = torch.topk(exact, width, dim=-1)
-    columns, order = columns.sort(-1)
-    return values.gather(-1, order), columns
+        columns[rows] = torch.topk(exact, width, dim=-1).indices
+    return columns
 
 
-def _highest(x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`width` highest logits and their columns [n, width], and the rows [n] where others tie with the last of them.
-
-    Looked for among the columns of the `width` groups whose own highest are the highest: nothing above the last of
-    them can be elsewhere.
-    """
-    num_groups = x.shape[-1] // _GROUP
-    if 4 * width > num_groups:
+def _highest_or_equal(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Columns [n, width] of `width` highest logits, and the rows [n] where others tie with the last of them."""
+    if not _is_worth_grouping(x, width):
         values, columns = torch.topk(x, width, dim=-1)
-        return values, columns, _crowded(x, values)
-    grouped = num_groups * _GROUP
-    peaks = x[:, :grouped].view(len(x), num_groups, _GROUP).amax(-1)
-    groups = torch.topk(peaks, width, dim=-1).indices
-    pool = (groups.unsqueeze(-1) * _GROUP + torch.arange(_GROUP, device=x.device)).flatten(1)
-    rest = torch.arange(grouped, x.shape[-1], device=x.device).expand(len(x), -1)
-    pool = torch.cat((pool, rest), dim=-1)
+        return columns, _crowded(x, values)
+    peaks = _group_peaks(x)
+    pool = _columns_of(x, torch.topk(peaks, width, dim=-1).indices)
     among = x.gather(-1, pool)
     values, places = torch.topk(among, width, dim=-1)
     # A tie outside the pool is in a group whose highest ties, and then more than `width` groups reach that far.
-    return values, pool.gather(-1, places), _crowded(among, values) | _crowded(peaks, values)
+    return pool.gather(-1, places), _crowded(among, values) | _crowded(peaks, values)
+
+
+def _is_worth_grouping(x: Tensor, width: int) -> bool:
+    return 4 * width <= x.shape[-1] // _GROUP
+
+
+def _group_peaks(x: Tensor) -> Tensor:
+    """The highest of each whole group of columns, `[n, groups]`."""
+    num_groups = x.shape[-1] // _GROUP
+    return x[:, : num_groups * _GROUP].view(len(x), num_groups, _GROUP).amax(-1)
+
+
+def _columns_of(x: Tensor, groups: Tensor) -> Tensor:
+    """The columns of `groups` [n, width], and those of the incomplete last group: `[n, columns]`."""
+    pool = (groups.unsqueeze(-1) * _GROUP + torch.arange(_GROUP, device=x.device)).flatten(1)
+    rest = torch.arange(x.shape[-1] // _GROUP * _GROUP, x.shape[-1], device=x.device).expand(len(x), -1)
+    return torch.cat((pool, rest), dim=-1)
 
 
 def _crowded(x: Tensor, values: Tensor) -> Tensor:

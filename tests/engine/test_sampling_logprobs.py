@@ -19,6 +19,13 @@ def random_logits(num_rows: int, vocab: int = 200) -> torch.Tensor:
     return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(4)) * 3
 
 
+def described(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: list[int], extra: list[tuple[int, ...]]
+) -> list[TokenLogprob]:
+    rows = describe(logits, token_ids, num_top, extra)
+    return rows.read(rows.numbers)
+
+
 def check(entry: TokenLogprob, logits: torch.Tensor, num_top: int, extra: tuple[int, ...] = ()) -> None:
     expected = torch.log_softmax(logits.double(), dim=-1)
     assert entry.logprob == pytest.approx(expected[entry.token_id].item(), abs=1e-5)
@@ -32,7 +39,7 @@ def test_equal_to_log_softmax_with_each_row_its_own_wishes() -> None:
     logits = random_logits(4)
     token_ids = torch.tensor([0, 5, 199, int(logits[3].argmax())])
     num_top, extra = [0, 3, 20, 1], [(), (7, 7, 5), (0,), (1, 2)]
-    entries = describe(logits, token_ids, num_top, extra)
+    entries = described(logits, token_ids, num_top, extra)
     assert [entry.token_id for entry in entries] == token_ids.tolist()
     for row, entry in enumerate(entries):
         check(entry, logits[row], num_top[row], extra[row])
@@ -41,19 +48,19 @@ def test_equal_to_log_softmax_with_each_row_its_own_wishes() -> None:
 
 def test_ties_list_the_lower_id_first_and_share_a_rank() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
-    (entry,) = describe(logits, torch.tensor([3]), [2], [()])
+    (entry,) = described(logits, torch.tensor([3]), [2], [()])
     assert entry.top_ids == (1, 2)
     assert entry.rank == 1
 
 
 def test_more_alternatives_than_tokens_gives_all_tokens() -> None:
-    (entry,) = describe(random_logits(1, 5), torch.tensor([2]), [20], [()])
+    (entry,) = described(random_logits(1, 5), torch.tensor([2]), [20], [()])
     assert sorted(entry.top_ids) == [0, 1, 2, 3, 4]
 
 
 def test_impossible_tokens_have_the_floor() -> None:
     logits = torch.tensor([[0.0, -math.inf, -5e4, 0.0]])
-    (entry,) = describe(logits, torch.tensor([1]), [4], [()])
+    (entry,) = described(logits, torch.tensor([1]), [4], [()])
     assert entry.logprob == LOGPROB_FLOOR
     assert entry.top_logprobs == pytest.approx((-math.log(2), -math.log(2), LOGPROB_FLOOR, LOGPROB_FLOOR))
 
@@ -129,7 +136,7 @@ def test_prompt_logprobs_score_each_next_token(num_rows: int) -> None:
 def test_a_large_vocabulary_keeps_ids_exact() -> None:
     logits = torch.zeros(1, 262_144)
     logits[0, [262_143, 200_001]] = torch.tensor([3.0, 2.0])
-    (entry,) = describe(logits, torch.tensor([262_142]), [2], [()])
+    (entry,) = described(logits, torch.tensor([262_142]), [2], [()])
     assert (entry.token_id, entry.top_ids, entry.rank) == (262_142, (262_143, 200_001), 3)
 
 

@@ -89,6 +89,8 @@ def test_narrow_keeps_what_top_k_keeps_with_few_ties_or_many(vocab: int, width: 
     assert torch.equal(values, x.gather(-1, columns))
     held = torch.full_like(x, -INF).scatter(-1, columns, values)
     assert torch.equal(held, truncation.top_k(x, torch.full((12,), width)))
+    ranked = truncation.highest_ranked(x, width)
+    assert torch.equal(torch.full_like(x, -INF).scatter(-1, ranked, x.gather(-1, ranked)), held)
 
 
 def test_narrow_finds_ties_outside_the_most_promising_groups() -> None:
@@ -98,6 +100,13 @@ def test_narrow_finds_ties_outside_the_most_promising_groups() -> None:
     x[1, 12_000:] = 1.0
     _, columns = truncation.narrow(x, 4)
     assert columns.tolist() == [[63, 127, 191, 255], [12_000, 12_001, 12_002, 12_003]]
+    assert torch.equal(truncation.highest_ranked(x, 4).sort(-1).values, columns)
+
+
+def test_ranks_follow_values_of_either_sign_and_then_columns() -> None:
+    x = torch.tensor([[-INF, -2.5, -0.0, 0.0, 1e-40, 3.0, INF, -2.5, 0.0]])
+    order = truncation.highest_ranked(x, 9)
+    assert order.tolist() == [[6, 5, 4, 2, 3, 8, 1, 7, 0]]
 
 
 def cut_of(num_rows: int, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0) -> Cut:

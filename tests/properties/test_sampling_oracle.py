@@ -123,6 +123,7 @@ def test_narrow_keeps_what_top_k_keeps_in_order_of_id(logits: list[list[float]],
     x = torch.tensor(logits)
     values, columns = truncation.narrow(x, width)
     kept = truncation.top_k(x, torch.full((len(logits),), width))
+    assert torch.equal(truncation.highest_ranked(x, width).sort(-1).values, columns)
     for row in range(len(logits)):
         assert columns[row].tolist() == kept[row].isfinite().nonzero().squeeze(-1).tolist()
         assert values[row].tolist() == x[row, columns[row]].tolist()
