@@ -1,5 +1,6 @@
-"""Which attention backend serves: by name, or the best that this device has; always with the reason."""
+"""Which attention backend serves: by name, or the best that this device has; the reason is kept, and logged."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,6 +14,8 @@ from engine.attention.torch_paged import TorchPagedAttention
 from engine.errors import LoadError
 from engine.native import NativeUnavailable, find_native
 from kvpool.storage import KVStorage
+
+_log = logging.getLogger(__name__)
 
 BACKENDS: Mapping[str, Callable[[KVStorage, AttentionShape], AttentionBackend]] = MappingProxyType(
     {backend.name: backend for backend in (NativeCPUAttention, TorchPagedAttention, ReferenceAttention)}
@@ -37,7 +40,7 @@ GPU_BACKENDS: Mapping[str, Callable[[KVStorage, AttentionShape], AttentionBacken
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A backend, and why it was chosen (for logs and `EngineInfo`)."""
+    """A backend, and why it was chosen."""
 
     backend: AttentionBackend
     reason: str
@@ -49,8 +52,12 @@ def select_attention(name: str, storage: KVStorage, shape: AttentionShape) -> Se
     Raises:
         LoadError: there is no backend of that name, or it cannot serve here.
     """
-    if name == "auto":
-        return _best(storage, shape)
+    selection = _best(storage, shape) if name == "auto" else _named(name, storage, shape)
+    _log.info("attention by %s: %s", selection.backend.name, selection.reason)
+    return selection
+
+
+def _named(name: str, storage: KVStorage, shape: AttentionShape) -> Selection:
     backends = {**BACKENDS, **GPU_BACKENDS}
     if name not in backends:
         raise LoadError(f"no attention backend {name!r}; there are: auto, {', '.join(backends)}")

@@ -1,5 +1,6 @@
 """Which attention backend is chosen, and what is said of those that were not."""
 
+import logging
 import sys
 from types import MappingProxyType
 
@@ -30,6 +31,12 @@ def test_by_name_and_by_device() -> None:
     selection = select_attention("auto", storage, SHAPE)
     assert selection.backend.name == ("torch" if find_native() is None else "native")
     assert "cpu" in selection.reason.lower()
+
+
+def test_the_log_says_which_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        selection = select_attention("auto", small_pool(), SHAPE)
+    assert caplog.messages == [f"attention by {selection.backend.name}: {selection.reason}"]
 
 
 def test_an_unknown_name_is_answered_with_those_there_are() -> None:
