@@ -2,8 +2,8 @@
 
 A number of users each ask again as soon as they are answered. From time to time one more request is foreseen and then
 sent; its queue wait, TTFT and finish are compared. Lengths of the users' answers are not known beforehand, as in life:
-they end at random, and nobody knows who will come later. Prints one Markdown table. `python -m bench.capacity`, or with
-`--users 12 --probes 20 --model FOLDER`.
+they end at random, and who comes later is only known from how many came of late. Prints one Markdown table.
+`python -m bench.capacity`, or with `--users 12 --probes 20 --model FOLDER`.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from bench.machine import processor
 from engine.sampling.params import SamplingParams
+from scheduler.forecast import SPAN_S
 from scheduler.loop import Scheduler
 from scheduler.predict import Prediction, predict
 from scheduler.request import Request
@@ -63,10 +64,10 @@ def parse_args() -> argparse.Namespace:
 
 
 async def measure(scheduler: Scheduler, args: argparse.Namespace) -> list[tuple[Prediction, Prediction]]:
-    """Pairs of what was predicted and what happened, after a warm-up of one answer for each user."""
+    """Pairs of what was predicted and what happened, after it has been seen for a while how often users ask."""
     rng = random.Random(args.seed)
     users = [asyncio.create_task(user(scheduler, random.Random(f"{args.seed}-{n}"), args)) for n in range(args.users)]
-    await probe(scheduler, rng, args)
+    await asyncio.gather(probe(scheduler, rng, args), asyncio.sleep(2 * SPAN_S))
     pairs = []
     for _ in range(args.probes):
         await asyncio.sleep(rng.uniform(0.1, 1.0))

@@ -1,6 +1,6 @@
-"""How much memory the running sequences will still need: learnt from the lengths of answers, added up over time.
+"""What is to be expected, learnt from what was: how long answers become, what they hold at their peak, who still comes.
 
-Knows lengths and tokens; knows no blocks, tables or clock. A sequence that has given `n` tokens is expected to give as
+Knows lengths, tokens, moments; no blocks or tables. A sequence that has given `n` tokens is expected to give as
 many as the median of those recent answers that were longer than `n`, and never more than it may: each may well give
 more, but it is their sum that counts. What a set of sequences needs at its peak follows if each grows by a token a step
 and gives everything back at its end:
@@ -30,6 +30,12 @@ QUANTILE = 0.5
 MIN_ANSWERS = 8
 PRIOR_TOKENS = 32
 """What a sequence should still give, before `MIN_ANSWERS` answers have been seen."""
+
+SPAN_S = 20.0
+"""Arrivals are expected to go on as in the last two spans of so many seconds."""
+
+MAX_ARRIVALS = 512
+"""How many are remembered. More in two spans make the spans shorter."""
 
 _NATURAL_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
@@ -84,3 +90,41 @@ class LengthForecast(NullObserver):
         if not num_longer:
             return max(1, num_output)
         return self._sorted[longer + int(quantile * (num_longer - 1))] - num_output
+
+
+class ArrivalMeter(NullObserver):
+    """How often requests come, and how much there is to compute of each.
+
+    A crowd that came at one moment is no reason to expect another. So time is looked at in two spans, the last and the
+    one before: where one of them saw more than twice as many as the other, only those count that came in the lesser.
+    """
+
+    def __init__(self, span_s: float = SPAN_S) -> None:
+        self._span_s = span_s
+        self._arrivals_s: deque[float] = deque(maxlen=MAX_ARRIVALS)
+        self._tokens: deque[int] = deque(maxlen=WINDOW)
+
+    def on_arrival(self, now_s: float) -> None:
+        """Count a request that was taken."""
+        self._arrivals_s.append(now_s)
+
+    def on_prefix_lookup(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
+        """Remember what the prefix cache left of a prompt."""
+        self._tokens.append(num_queried_tokens - num_hit_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a prompt that are to be computed, on average."""
+        return max(1, round(sum(self._tokens) / len(self._tokens))) if self._tokens else 1
+
+    def interval_s(self, now_s: float) -> float | None:
+        """Seconds from one arrival to the next; None when nobody is expected."""
+        span_s = self._span_s
+        if len(self._arrivals_s) == MAX_ARRIVALS:
+            span_s = min(span_s, (now_s - self._arrivals_s[0]) / 2)
+        num_recent = sum(now_s - moment_s <= span_s for moment_s in self._arrivals_s)
+        num_before = sum(span_s < now_s - moment_s <= 2 * span_s for moment_s in self._arrivals_s)
+        fewer = min(num_recent, num_before)
+        is_steady = max(num_recent, num_before) <= 2 * fewer
+        num_expected = (num_recent + num_before) / 2 if is_steady else fewer
+        return span_s / num_expected if num_expected else None

@@ -31,7 +31,7 @@ from scheduler.clock import Clock, MonotonicClock
 from scheduler.commit import Committer
 from scheduler.config import SchedulerConfig
 from scheduler.errors import Draining, Unhealthy
-from scheduler.forecast import LengthForecast
+from scheduler.forecast import ArrivalMeter, LengthForecast
 from scheduler.handle import RequestHandle, RequestTimes
 from scheduler.kv_report import KVReport, LookupMeter, report
 from scheduler.observer import Observer, Observers, StepReport
@@ -77,14 +77,17 @@ class Scheduler:
         self._meter = DrainMeter()
         self._backing = backing or Backing()
         forecast, listener = LengthForecast(), self._backing.listener
+        self._arrivals = ArrivalMeter()
         self._lookups = LookupMeter()
-        self._observer = Observers(self._meter, forecast, self._lookups, *([observer] if observer else []))
+        self._observer = Observers(
+            self._meter, forecast, self._arrivals, self._lookups, *([observer] if observer else [])
+        )
         self._offload = Offload(self._backing.tier)
         self._journal = PrefixJournal(self._clock.now)
         listeners = PrefixListeners(self._journal, *([listener] if listener else []))
         running = RunningSet(pool, config, self._offload, forecast, listeners)
         self._roster = Roster(running, self._offload, self._journal, self._clock, self._observer)
-        self._foresight = Foresight(self._roster, pool, config, forecast)
+        self._foresight = Foresight(self._roster, pool, config, forecast, self._arrivals)
         self._planner = Planner(self._roster, config)
         self._committer = Committer(self._roster, self._clock, self._observer)
         self._admission = Admission(config, pool.num_blocks)
@@ -110,6 +113,7 @@ class Scheduler:
         self._check_acceptable(request)
         group = self._new_group(request)
         self._roster.add(group)
+        self._arrivals.on_arrival(group.handle.times.arrived_s)
         self._watch_deadlines()
         self._wake.set()
         return group.handle
@@ -159,7 +163,7 @@ class Scheduler:
             RequestRefused: it would not be taken; as `submit`.
         """
         self._check_acceptable(request)
-        return self._foresight.question(request, self.stats().step_running_s)
+        return self._foresight.question(request, self._clock.now(), self.stats().step_running_s)
 
     def kv_report(self, num_shared: int = 10) -> KVReport:
         """A closer look at the pool than `stats`: waste, ages, and the `num_shared` most useful prefixes; O(blocks)."""

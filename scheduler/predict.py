@@ -5,14 +5,17 @@ works on a frozen picture and may run in any thread. The same rules as the plann
 
     a step     one token for each sequence about to give output, then longer gaps in order, within the step's budget
     entering   in order, while a slot is free and what is held stays within the pool at its peak (`forecast`)
+    arriving   others come behind the request asked about, as often as of late
     a step's duration = base + per token * tokens             fitted to the steps that were measured
 
 Steps in which nothing changes are taken together, so the work grows with sequences, not with tokens.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import cycle
 
 from scheduler.forecast import Holding, peak_tokens
 from scheduler.observer import NullObserver, StepReport
@@ -84,6 +87,14 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Who is expected to come: one of `loads` each `interval_s` seconds, in turn."""
+
+    interval_s: float
+    loads: tuple[Load, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Outlook:
     """The scheduler at one moment.
 
@@ -94,6 +105,7 @@ class Outlook:
         num_pool_tokens: tokens that sequences may hold together.
         times: None when no step has been measured.
         step_left_s: what the step in flight should still take.
+        arrivals: None when nobody else is expected.
     """
 
     running: tuple[Load, ...]
@@ -103,6 +115,7 @@ class Outlook:
     num_pool_tokens: int
     times: StepTimes | None
     step_left_s: float = 0.0
+    arrivals: Arrivals | None = None
 
     def fits_now(self, load: Load) -> bool:
         """Whether a request would enter with the next step."""
@@ -143,7 +156,7 @@ def predict(outlook: Outlook, load: Load) -> Prediction | None:
 
 
 class _Play:
-    """One future. The request asked about is last in line."""
+    """One future. The request asked about is last in line, before those that are still to come."""
 
     def __init__(self, outlook: Outlook, times: StepTimes, load: Load) -> None:
         self._outlook = outlook
@@ -152,6 +165,8 @@ class _Play:
         self._target = _runner(load)
         self._running = [_runner(each) for each in outlook.running]
         self._waiting = deque([*map(_runner, outlook.waiting), self._target])
+        self._newcomers = cycle(outlook.arrivals.loads) if outlook.arrivals else None
+        self._next_arrival_s = outlook.arrivals.interval_s if outlook.arrivals else math.inf
         self._begun_s: float | None = None
         self._first_s: float | None = None
 
@@ -164,15 +179,25 @@ class _Play:
 
     def _advance(self) -> None:
         """As many steps as pass before anything changes."""
+        self._welcome()
         grants = self._share_out()
-        num_steps = min(_steps_until_change(runner, tokens) for runner, tokens in grants)
         step_s = self._times.of(sum(tokens for _, tokens in grants))
+        num_steps = min(_steps_until_change(runner, tokens) for runner, tokens in grants)
+        if num_steps * step_s > self._next_arrival_s - self._now_s:
+            num_steps = min(num_steps, math.ceil((self._next_arrival_s - self._now_s) / step_s))
         for runner, tokens in grants:
             gave_output = _move(runner, tokens, num_steps)
             if gave_output and runner is self._target and self._first_s is None:
                 self._first_s = self._now_s + step_s
         self._now_s += num_steps * step_s
         self._running = [runner for runner in self._running if runner.left > 0]
+
+    def _welcome(self) -> None:
+        """Queue those who have come by now."""
+        arrivals = self._outlook.arrivals
+        while arrivals and self._newcomers and self._next_arrival_s <= self._now_s:
+            self._waiting.append(_runner(next(self._newcomers)))
+            self._next_arrival_s += arrivals.interval_s
 
     def _share_out(self) -> list[tuple[_Runner, int]]:
         """Tokens of the next step: who is about to give output, then gaps in order, then newcomers."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.forecast import MIN_ANSWERS, PRIOR_TOKENS, Holding, LengthForecast, peak_tokens
+from scheduler.forecast import MIN_ANSWERS, PRIOR_TOKENS, ArrivalMeter, Holding, LengthForecast, peak_tokens
 from scheduler.handle import RequestTimes
 from scheduler.observer import RequestReport
 from scheduler.request import FinishReason, Request
@@ -53,6 +53,38 @@ def test_old_answers_are_forgotten() -> None:
     for length in [5] * 20 + [50] * 20:
         forecast.observe(length)
     assert forecast.expected(0) == 50
+
+
+def arrivals(*moments_s: float) -> ArrivalMeter:
+    meter = ArrivalMeter(span_s=10.0)
+    for moment_s in moments_s:
+        meter.on_arrival(moment_s)
+    return meter
+
+
+def test_who_came_steadily_is_expected_to_go_on() -> None:
+    meter = arrivals(*(2.0 * number for number in range(1, 11)))
+    assert meter.interval_s(20.0) == pytest.approx(2.0)
+    assert meter.interval_s(28.5) == pytest.approx(10.0), "one in the last span, five before: only one is expected"
+    assert meter.interval_s(31.0) is None, "nobody for a whole span"
+
+
+def test_a_crowd_is_no_steady_load() -> None:
+    assert arrivals(*[1.0] * 50).interval_s(2.0) is None
+    assert arrivals(5.0, *[15.0] * 50).interval_s(20.0) == pytest.approx(10.0)
+
+
+def test_of_very_many_arrivals_only_the_last_are_looked_at() -> None:
+    meter = arrivals(*(number / 1000 for number in range(5000)))
+    assert meter.interval_s(5.0) == pytest.approx(0.001, rel=0.05)
+
+
+def test_what_is_left_to_compute_of_a_prompt() -> None:
+    meter = arrivals()
+    assert meter.num_tokens == 1
+    meter.on_prefix_lookup(100, 80)
+    meter.on_prefix_lookup(41, 0)
+    assert meter.num_tokens == 30
 
 
 async def load(seed: int, *, forecast_admission: bool) -> tuple[int, int, int]:

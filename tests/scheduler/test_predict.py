@@ -2,13 +2,14 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
 from engine.batch import Batch
 from scheduler.errors import ContextTooLong, QueueFull
 from scheduler.observer import StepReport
-from scheduler.predict import Load, Outlook, Prediction, StepClock, StepTimes, predict
+from scheduler.predict import Arrivals, Load, Outlook, Prediction, StepClock, StepTimes, predict
 from scheduler.request import Request
 from tests.scheduler.harness import House, house, read, request
 
@@ -67,6 +68,24 @@ def test_behind_a_queue_and_a_full_pool() -> None:
 def test_the_step_in_flight_comes_first() -> None:
     got = predict(outlook(step_left_s=0.5), Load(1, 1, 1))
     assert got == Prediction(0.5, pytest.approx(0.5 + steps_s(1)), pytest.approx(0.5 + steps_s(1)))
+
+
+def test_who_comes_later_shares_the_steps() -> None:
+    """One more with a prompt of 30 tokens after 11 ms: it enters with the step that begins then, the sixth."""
+    later = Arrivals(0.011, (Load(30, 30, 100),))
+    got = predict(outlook(arrivals=later), Load(1, 1, 8))
+    assert got is not None
+    assert got.finish_s == pytest.approx(steps_s(1, 1, 1, 1, 1, 1, 31, 2))
+    assert predict(outlook(arrivals=later), Load(1, 1, 5)) == predict(outlook(), Load(1, 1, 5))
+
+
+def test_who_comes_later_stands_behind() -> None:
+    """All slots are taken: whoever comes meanwhile does not get between."""
+    running = [Load(20, 1, left) for left in (9, 50, 50, 50)]
+    alone = predict(outlook(*running), Load(10, 10, 1))
+    got = predict(outlook(*running, arrivals=Arrivals(0.001, (Load(5, 5, 5),))), Load(10, 10, 1))
+    assert alone is not None
+    assert got == Prediction(*(pytest.approx(getattr(alone, name)) for name in Prediction.__slots__))
 
 
 def test_nothing_is_predicted_from_nothing() -> None:
@@ -191,6 +210,40 @@ async def test_a_busy_server(seed: int, limits: dict[str, int]) -> None:
             foretold(home, request([7] * rng.randrange(4, 100), rng.randrange(1, 40))), *map(read, handles)
         )
         assert_near(*results[0], share=0.1)
+
+
+async def test_a_steady_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six users on four slots, who ask again as soon as they are answered: whoever ends, another comes."""
+    monkeypatch.setattr("scheduler.forecast.ArrivalMeter.__init__.__defaults__", (2.0,))
+    limits = {"num_blocks": 400, "max_num_batched_tokens": 64, "max_num_seqs": 4, "max_steps_in_flight": 1}
+    async with house(check_invariants=False, **limits) as home:
+        timed(home)
+        users = [asyncio.create_task(ask_again(home, random.Random(number))) for number in range(6)]
+        await home.steps(1500)
+        assert home.clock.now() > 4.0, "both spans are past"
+        answering = {"blind": 0.0, "predicted": 0.0, "happened": 0.0}
+        for number in range(30):
+            await home.steps(home.engine.num_steps + 10 + number)
+            asked = request([3 * number] * 20, 40, seed=number)
+            question = home.scheduler.foresee(asked)
+            blind = predict(replace(question.outlook, arrivals=None), question.load)
+            predicted, happened = await foretold(home, asked)
+            for name, times in {"blind": blind, "predicted": predicted, "happened": happened}.items():
+                assert times is not None
+                answering[name] += times.finish_s - times.queue_wait_s
+        for task in users:
+            task.cancel()
+        await asyncio.gather(*users, return_exceptions=True)
+        home.scheduler.stop()
+    assert answering["predicted"] == pytest.approx(answering["happened"], rel=0.07)
+    assert answering["blind"] < 0.9 * answering["happened"], "who counts on nobody else is too early"
+
+
+async def ask_again(home: House, rng: random.Random) -> None:
+    """A user: answers end anywhere up to 60 tokens."""
+    while True:
+        prompt, stops = [rng.randrange(97) for _ in range(20)], frozenset({0, 1, 2})
+        await home.answer(request(prompt, 60, seed=rng.randrange(10**6), stop_token_ids=stops))
 
 
 async def test_how_many_run_at_once() -> None:
