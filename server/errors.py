@@ -28,7 +28,7 @@ from scheduler.errors import (
     SchedulerError,
     Unhealthy,
 )
-from server.text.structured import GrammarError
+from server.text.structured import NUM_THREADS, CompilerBusy, GrammarError
 from server.text.template import TemplateError
 
 logger = logging.getLogger("quire.errors")
@@ -142,6 +142,12 @@ def _queue_full(error: Exception) -> ApiError:
     return ApiError(429, str(error), code="queue_full", busy=busy)
 
 
+def _compiler_busy(error: Exception) -> ApiError:
+    assert isinstance(error, CompilerBusy)
+    busy = Busy("grammars", error.num_pending, NUM_THREADS, error.retry_after_s)
+    return ApiError(429, str(error), code="queue_full", busy=busy)
+
+
 def _draining(error: Exception) -> ApiError:
     busy = Busy("draining", 0, 0, MIN_RETRY_S)
     return ApiError(503, str(error) or "The server is shutting down.", code="draining", busy=busy)
@@ -180,6 +186,7 @@ TABLE: Mapping[type[Exception], Callable[[Exception], ApiError]] = {
     SchedulerError: _failed,
     ParamError: _param,
     GrammarError: _grammar,
+    CompilerBusy: _compiler_busy,
     TemplateError: _template,
 }
 """Exception -> what the client is told. The most derived class counts."""

@@ -20,10 +20,35 @@ from server.text.grammar_source import GrammarTokenizer, grammar_source, json_so
 from server.text.grammar_spec import EmbeddedSchema, GrammarError, GrammarSpec, ReasoningPrefix
 from server.text.json_schema import SchemaError, blame, check_schema
 
-__all__ = ["GrammarConstraint", "GrammarError", "GrammarSpec", "GrammarState", "ReasoningPrefix", "StructuredCompiler"]
+__all__ = [
+    "CompilerBusy",
+    "GrammarConstraint",
+    "GrammarError",
+    "GrammarSpec",
+    "GrammarState",
+    "ReasoningPrefix",
+    "StructuredCompiler",
+]
 
+
+NUM_THREADS = 2
+"""Grammars compiled at once."""
 
 _REFUSED = "doesn't satisfy the grammar"  # llguidance of a token; whatever else it says is a limit
+
+
+class CompilerBusy(Exception):
+    """Other grammars kept all threads for too long; nothing is wrong with this one.
+
+    Attributes:
+        num_pending: grammars that are compiled or wait for it.
+        retry_after_s: after that long, those that are compiled now have been given up.
+    """
+
+    def __init__(self, num_pending: int, retry_after_s: float) -> None:
+        super().__init__(f"The server is busy with other grammars ({num_pending} of them); retry later.")
+        self.num_pending = num_pending
+        self.retry_after_s = retry_after_s
 
 
 class GrammarState:
@@ -121,13 +146,15 @@ class StructuredCompiler:
         self._cache_size = cache_size
         self._cache: OrderedDict[GrammarSpec, GrammarConstraint] = OrderedDict()
         self._pending: dict[GrammarSpec, asyncio.Task[GrammarConstraint]] = {}
-        self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+        self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._threads = asyncio.Semaphore(NUM_THREADS)
 
     async def compile(self, spec: GrammarSpec) -> GrammarConstraint:
         """The constraint for `spec`, from the cache or compiled in a thread; callers of one spec share the work.
 
         Raises:
             GrammarError: wrong, unsupported, too big or too slow to compile.
+            CompilerBusy: no thread was free in time.
         """
         if spec in self._cache:
             self._cache.move_to_end(spec)
@@ -148,11 +175,23 @@ class StructuredCompiler:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _build(self, spec: GrammarSpec) -> GrammarConstraint:
-        loop = asyncio.get_running_loop()
         try:
-            return await asyncio.wait_for(loop.run_in_executor(self._executor, self.compile_now, spec), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                await self._threads.acquire()
+        except TimeoutError:
+            raise CompilerBusy(len(self._pending), self._timeout_s) from None
+        work = asyncio.get_running_loop().run_in_executor(self._executor, self.compile_now, spec)
+        work.add_done_callback(self._thread_done)
+        try:
+            # Shielded, because a thread can't be stopped: only what has ended makes room.
+            return await asyncio.wait_for(asyncio.shield(work), self._timeout_s)
         except TimeoutError:
             raise GrammarError(f"the grammar takes longer than {self._timeout_s:g} s to compile") from None
+
+    def _thread_done(self, work: asyncio.Future[GrammarConstraint]) -> None:
+        self._threads.release()
+        if not work.cancelled():
+            work.exception()  # looked at here, in case nobody waits for it any more
 
     def _settle(self, spec: GrammarSpec, task: asyncio.Task[GrammarConstraint]) -> None:
         del self._pending[spec]

@@ -14,7 +14,8 @@ from engine.errors import EngineDead, StepError
 from server.errors import Busy
 from server.limits import KeyEntry, KeyRing
 from server.state import Phase, ServerState
-from tests.server.conftest import Bench, running
+from server.text.structured import NUM_THREADS
+from tests.server.conftest import Bench, running, text_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -197,6 +198,19 @@ async def test_a_full_queue_says_when_to_come_back() -> None:
             assert (error["queue_depth"], error["limit"]) == (2, 2)
         gate.set()
         assert [(await task).status_code for task in accepted] == [200] * 3
+
+
+async def test_a_grammar_that_waits_for_others_may_come_back(bench: Bench) -> None:
+    compiler = bench.state.served.structured
+    compiler._timeout_s = 0.02
+    for _ in range(NUM_THREADS):
+        await compiler._threads.acquire()
+    answer = await bench.complete("SAY:a|", structured_outputs={"regex": "a"})
+    check_busy(answer, error_of(answer, 429, "rate_limit_error", "queue_full"), "grammars")
+    for _ in range(NUM_THREADS):
+        compiler._threads.release()
+    compiler._timeout_s = 10.0
+    assert text_of(await bench.complete("SAY:a|", structured_outputs={"regex": "a"})) == "a"
 
 
 async def test_a_list_of_prompts_is_queued_whole_or_not_at_all() -> None:

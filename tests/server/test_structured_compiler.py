@@ -7,7 +7,14 @@ import pytest
 
 from server.text.grammar_spec import EmbeddedSchema, Marker
 from server.text.reasoning import reasoning_prefix
-from server.text.structured import GrammarConstraint, GrammarError, GrammarSpec, StructuredCompiler
+from server.text.structured import (
+    NUM_THREADS,
+    CompilerBusy,
+    GrammarConstraint,
+    GrammarError,
+    GrammarSpec,
+    StructuredCompiler,
+)
 from tests.fakes.byte_tokenizer import CALL_ID, EOS_ID, byte_tokenizer
 from tests.fakes.grammar_walk import STOP_IDS, VOCAB_SIZE, accepts, allowed_ids, allows_start, compiled, walk
 from tests.fakes.smollm2 import smollm2_tokenizer
@@ -293,6 +300,23 @@ def slow_compiler(timeout_s: float) -> SlowCompiler:
 async def test_time_is_bounded_and_a_failure_is_not_kept() -> None:
     compiler = slow_compiler(0.01)
     with pytest.raises(GrammarError, match="longer than"):
+        await compiler.compile(GrammarSpec.regex("a"))
+    compiler.go.set()
+    compiler._timeout_s = 10.0
+    await compiler.compile(GrammarSpec.regex("a"))
+
+
+async def test_waiting_for_a_thread_is_not_the_grammars_fault() -> None:
+    compiler = slow_compiler(0.05)
+    slow = [asyncio.create_task(compiler.compile(GrammarSpec.regex(f"{n}"))) for n in range(NUM_THREADS)]
+    while not compiler._threads.locked():  # noqa: ASYNC110  a semaphore has no event to wait for
+        await asyncio.sleep(0)
+    with pytest.raises(CompilerBusy) as caught:
+        await compiler.compile(GrammarSpec.regex("a"))
+    assert caught.value.num_pending >= 1
+    given_up = await asyncio.gather(*slow, return_exceptions=True)
+    assert [type(error) for error in given_up] == [GrammarError] * NUM_THREADS
+    with pytest.raises(CompilerBusy):  # their threads are still at it
         await compiler.compile(GrammarSpec.regex("a"))
     compiler.go.set()
     compiler._timeout_s = 10.0
