@@ -199,6 +199,8 @@ class StreamAnswer(EventSourceResponse):
             # A server that is told to stop lets its streams end; without this they would be cut at once.
             shutdown_grace_period=config.shutdown_timeout,
         )
+        # Whether a connection is kept is between the client and the HTTP server.
+        del self.headers["connection"]
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -135,6 +135,7 @@ async def test_the_shape_of_a_chat_stream(bench: Bench) -> None:
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.headers["cache-control"] == "no-cache"
     assert answer.headers["x-accel-buffering"] == "no"
+    assert "connection" not in answer.headers
     *events, done = events_of(answer.text)
     assert done == "[DONE]"
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
