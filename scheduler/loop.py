@@ -122,10 +122,11 @@ class Scheduler:
         """Serve until `stop`, or until a drain has finished. However it is left, no request stays unanswered."""
         try:
             while self._flights or not self._is_over:
-                if self._launch():
-                    continue
-                await (self._land() if self._flights else self._idle())
-                self._roster.expire()
+                if not self._launch():
+                    await (self._land() if self._flights else self._idle())
+                    self._roster.expire()
+                elif self._config.max_steps_in_flight > 1:
+                    await asyncio.sleep(0)  # the engine begins before the next step is planned
         finally:
             self._shut_down()
 

@@ -129,6 +129,12 @@ class ServerConfig:
     max_preemptions: int = flag(
         3, "a sequence that lost its KV so often comes back to stay (3)", integer(0), metavar="N"
     )
+    max_steps_in_flight: int | None = flag(
+        None,
+        "1: a step is planned when the one before is done; 2: already while it runs (2 on a GPU, else 1)",
+        integer(1, 2),
+        metavar="N",
+    )
     scheduling_policy: str = flag("fcfs", "fcfs or priority (fcfs)", choice("fcfs", "priority"), metavar="NAME")
     attention_backend: str = flag(
         "auto", "auto, native, torch, reference, triton, flashinfer or flash-attn (auto)", metavar="NAME"

@@ -106,6 +106,11 @@ class House:
             while self.engine.num_steps < num_steps:  # noqa: ASYNC110  gives the loop under test its turns
                 await asyncio.sleep(0)
 
+    async def turns(self, count: int = 400) -> None:
+        """Give the loop under test that many turns: enough, by default, for whatever can happen by itself."""
+        for _ in range(count):
+            await asyncio.sleep(0)
+
     def assert_clean(self) -> None:
         """Nothing lives, nothing leaked, nothing was found wrong on the way."""
         assert not self.engine.problems

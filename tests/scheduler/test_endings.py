@@ -108,7 +108,7 @@ async def test_an_end_during_a_step_is_told_at_once_but_frees_blocks_only_after_
         assert h.pool.stats().num_referenced > 0, "the step in flight still writes there"
         let_go(h)
         [answer] = await read(handle)
-        await asyncio.sleep(0.01)
+        await h.turns()
         assert h.pool.stats().num_referenced == 0
         assert answer.reason is (FinishReason.CANCELLED if end == "cancel" else FinishReason.STOP)
         assert h.watcher.steps[-1].num_output_tokens == 0, "tokens of an ended choice are dropped"
@@ -121,7 +121,7 @@ async def test_cancel_in_the_middle_of_a_prompt() -> None:
         handle.cancel()
         [answer] = await read(handle)
         assert (answer.token_ids, answer.reason) == ([], FinishReason.CANCELLED)
-        await asyncio.sleep(0.01)
+        await h.turns()
         assert h.engine.num_steps <= 4
 
 

@@ -38,7 +38,7 @@ async def hold_two(h: House) -> None:
     async with asyncio.timeout(5):
         while h.engine.num_in_flight < 2:  # noqa: ASYNC110  gives the loop under test its turns
             await asyncio.sleep(0)
-    await turns(100)
+    await h.turns(100)
 
 
 def hold_output_of(h: House, step: int) -> asyncio.Event:
@@ -53,11 +53,6 @@ def hold_output_of(h: House, step: int) -> asyncio.Event:
 
     h.engine.step = held  # type: ignore[method-assign]
     return let_go
-
-
-async def turns(count: int) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 def open_gate(h: House) -> None:
@@ -103,7 +98,7 @@ async def test_a_stop_makes_the_row_in_flight_void_and_frees_its_blocks_when_tha
         assert h.scheduler.stats().num_running == 0
         assert h.pool.stats().num_referenced == 3
         let_go.set()
-        await turns(3)
+        await h.turns(3)
         assert h.pool.stats().num_referenced == 0
         assert h.engine.num_steps == 4
         assert [step.num_output_tokens for step in h.watcher.steps] == [1, 1, 1, 0]
@@ -144,7 +139,7 @@ async def test_an_end_from_outside_waits_for_both_steps(end: str) -> None:
         open_gate(h)
         [answer] = await read(handle)
         assert answer.token_ids == reference_tokens(request(9, 20))[: len(answer.token_ids)]
-        await turns(50)
+        await h.turns(50)
         assert h.pool.stats().num_referenced == 0
         assert h.engine.num_in_flight == 0
 
@@ -253,7 +248,7 @@ async def test_an_end_of_the_loop_with_two_steps_in_flight(how: str) -> None:
         await hold_two(h)
         _ = h.scheduler.stop() if how == "stop" else h.task.cancel()
         if how == "stop":
-            await turns(20)
+            await h.turns(20)
             assert not h.task.done(), "two steps are in flight"
             open_gate(h)
         for handle in handles:
@@ -272,5 +267,5 @@ async def test_stats_tell_how_long_the_older_step_has_been_running() -> None:
         assert h.scheduler.stats().step_running_s == 7.0
         open_gate(h)
         await read(handle)
-        await turns(30)
+        await h.turns(30)
         assert h.scheduler.stats().step_running_s is None

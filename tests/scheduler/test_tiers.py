@@ -86,7 +86,7 @@ async def test_who_waits_for_blocks_holds_no_step_and_nobody_up() -> None:
         assert h.scheduler.stats().num_waiting == 1
         assert waiting.times.scheduled_s is None
         steps = h.engine.num_steps
-        await asyncio.sleep(0.01)
+        await h.turns()
         assert h.engine.num_steps == steps, "an idle engine is not stepped"
         tier.finish()
         assert await tokens_of(waiting) == reference_tokens(r)
@@ -100,7 +100,7 @@ async def test_what_could_not_be_read_is_computed(num_read: int) -> None:
         await h.answer(r := long_request(1))
         await evict(h)
         handle = h.scheduler.submit(r)
-        await asyncio.sleep(0.01)
+        await h.turns()
         tier.finish(num_read)
         assert await tokens_of(handle) == reference_tokens(r)
         assert handle.num_cached_tokens == 4 * num_read
@@ -117,7 +117,7 @@ async def test_a_read_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.
         assert await tokens_of(handle) == reference_tokens(r)
         assert handle.num_cached_tokens == 0
         tier.finish()  # too late, and harmless
-        await asyncio.sleep(0.01)
+        await h.turns()
 
 
 async def test_cancelling_while_waiting_for_blocks_ends_it_at_once() -> None:
@@ -126,11 +126,11 @@ async def test_cancelling_while_waiting_for_blocks_ends_it_at_once() -> None:
         await h.answer(r := long_request(1))
         await evict(h)
         handle = h.scheduler.submit(r)
-        await asyncio.sleep(0.01)
+        await h.turns()
         handle.cancel()
         assert handle.is_done
         tier.finish()
-        await asyncio.sleep(0.01)
+        await h.turns()
         assert h.scheduler.stats().num_waiting == 0
 
 
@@ -144,11 +144,11 @@ async def test_a_crowd_behind_one_prefix_reads_it_a_few_times_and_holds_it_once(
             h.scheduler.submit(request([*r.prompt_ids, n, n, n], 3, seed=n, cache_namespace=namespace))
             for n in range(20)
         ]
-        await asyncio.sleep(0.01)
+        await h.turns()
         assert len(tier.reads) == MAX_FETCHES
         for _ in range(MAX_FETCHES):
             tier.finish()
-        await asyncio.sleep(0.01)
+        await h.turns()
         for handle in crowd:
             while not handle.is_done:
                 await asyncio.sleep(0)
@@ -190,7 +190,7 @@ async def test_an_idle_engine_waits_for_a_busy_tier(monkeypatch: pytest.MonkeyPa
     tier.is_accepting = False
     async with house(backing=Backing(tier)) as h:
         await h.answer(request(40, 8))
-        await asyncio.sleep(0.01)
+        await h.turns()
         assert h.scheduler.stats().tiers[0].num_blocks == 0
         tier.is_accepting = True
         async with asyncio.timeout(5):
@@ -214,9 +214,9 @@ async def test_draining_waits_for_those_that_wait_for_blocks() -> None:
         await h.answer(r := long_request(1))
         await evict(h)
         handle = h.scheduler.submit(r)
-        await asyncio.sleep(0.01)
+        await h.turns()
         h.scheduler.drain()
-        await asyncio.sleep(0.01)
+        await h.turns()
         assert not h.task.done()
         tier.finish()
         assert await tokens_of(handle) == reference_tokens(r)
