@@ -125,6 +125,21 @@ async def test_the_pool_for_operators(bench: Bench) -> None:
     assert FIRST[:16] not in answer.text
 
 
+async def test_a_prompt_with_a_cache_key_survives_pressure() -> None:
+    """The pool holds 4,096 tokens; eight long prompts go through it, and only what is pinned is found afterwards."""
+    async with running(prefix_pin_budget=0.25, scheduler={"prefix_pin_share": 0.25}) as bench:
+        pinned, other = "a" + "x" * 319, "b" + "x" * 319
+        for _ in range(2):  # the second time it is found, and pinned as it enters
+            await bench.complete(pinned, max_tokens=1, prompt_cache_key="mine")
+            await bench.complete(other, max_tokens=1)
+        assert (await bench.client.get("/v1/kv")).json()["blocks"]["pinned"] == 20
+        for number in range(8):
+            await bench.complete(chr(ord("c") + number) + "y" * 899, max_tokens=1)
+        assert (await bench.client.get("/v1/kv")).json()["prefix_cache"]["evicted_blocks"] > 200
+        found = [await explained(bench, prompt) for prompt in (pinned, other)]
+        assert [(each["cached_tokens"], each["reason"]) for each in found] == [(319, None), (0, "evicted")]
+
+
 async def test_while_something_runs() -> None:
     gate = asyncio.Event()
     async with running(engine={"gate": gate}) as bench:
