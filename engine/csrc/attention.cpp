@@ -236,26 +236,7 @@ static void store_output(const AttentionArgs& a, const AttentionItem& it, const 
   }
 }
 
-template <typename Q, typename KV>
-static void run_item(const AttentionArgs& a, const AttentionItem& it, AttentionPlan& plan, AttentionScratch& s) {
-  const int count = it.num_queries * a.group(), dim = a.head_dim;
-  load_queries<Q>(a, it, s);
-  if (it.partial >= 0) {
-    for (int tile = it.first_tile; tile < it.end_tile; ++tile) {
-      float* memory = &plan.partials[it.partial + State::size(count, dim) * (tile - it.first_tile)];
-      run_tile<KV>(a, it, tile, s, State(memory, count, dim));
-    }
-    return;
-  }
-  const State total(s.total.data(), count, dim), part(s.tile.data(), count, dim);
-  clear(total, count, dim);
-  for (int tile = it.first_tile; tile < it.end_tile; ++tile) {
-    run_tile<KV>(a, it, tile, s, part);
-    merge(total, part, count, dim);
-  }
-  store_output<Q>(a, it, total);
-}
-
+// Whoever finishes the last piece of a shared item merges the tiles of all pieces.
 template <typename Q>
 static void join(const AttentionArgs& a, const AttentionItem& it, AttentionPlan& plan, AttentionScratch& s) {
   const int count = it.num_queries * a.group(), dim = a.head_dim;
@@ -269,17 +250,38 @@ static void join(const AttentionArgs& a, const AttentionItem& it, AttentionPlan&
 }
 
 template <typename Q, typename KV>
-static void attend_as(const Team& team, const AttentionArgs& a, AttentionPlan& plan, std::atomic<int>& next,
-                      AttentionScratch& s) {
-  const int num_items = static_cast<int>(plan.items.size());
-  for (int i = next.fetch_add(1); i < num_items; i = next.fetch_add(1)) run_item<Q, KV>(a, plan.items[i], plan, s);
-  if (plan.joins.empty()) return;
-  team.wait();
-  const Range joins = team.share(static_cast<int64_t>(plan.joins.size()));
-  for (int64_t i = joins.begin; i < joins.end; ++i) join<Q>(a, plan.joins[i], plan, s);
+static void run_piece(const AttentionArgs& a, const AttentionItem& it, AttentionPlan& plan, AttentionScratch& s) {
+  const int count = it.num_queries * a.group(), dim = a.head_dim;
+  for (int tile = it.first_tile; tile < it.end_tile; ++tile) {
+    float* memory = &plan.partials[it.partial + State::size(count, dim) * (tile - it.first_tile)];
+    run_tile<KV>(a, it, tile, s, State(memory, count, dim));
+  }
+  if (plan.missing[it.join].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+  plan.missing[it.join].store(plan.pieces_of(plan.joins[it.join]), std::memory_order_relaxed);  // for the next layer
+  join<Q>(a, plan.joins[it.join], plan, s);
 }
 
-using AttendFunction = void (*)(const Team&, const AttentionArgs&, AttentionPlan&, std::atomic<int>&, AttentionScratch&);
+template <typename Q, typename KV>
+static void run_item(const AttentionArgs& a, const AttentionItem& it, AttentionPlan& plan, AttentionScratch& s) {
+  const int count = it.num_queries * a.group(), dim = a.head_dim;
+  load_queries<Q>(a, it, s);
+  if (it.partial >= 0) return run_piece<Q, KV>(a, it, plan, s);
+  const State total(s.total.data(), count, dim), part(s.tile.data(), count, dim);
+  clear(total, count, dim);
+  for (int tile = it.first_tile; tile < it.end_tile; ++tile) {
+    run_tile<KV>(a, it, tile, s, part);
+    merge(total, part, count, dim);
+  }
+  store_output<Q>(a, it, total);
+}
+
+template <typename Q, typename KV>
+static void attend_as(const AttentionArgs& a, AttentionPlan& plan, std::atomic<int>& next, AttentionScratch& s) {
+  const int num_items = static_cast<int>(plan.items.size());
+  for (int i = next.fetch_add(1); i < num_items; i = next.fetch_add(1)) run_item<Q, KV>(a, plan.items[i], plan, s);
+}
+
+using AttendFunction = void (*)(const AttentionArgs&, AttentionPlan&, std::atomic<int>&, AttentionScratch&);
 
 template <typename Q>
 static AttendFunction function_for_kv(int32_t kv_dtype) {
@@ -309,7 +311,7 @@ AttentionPlan::AttentionPlan(const AttentionArgs& a, int num_threads) {
     for (int h = 0; h < a.num_kv_heads; ++h) {
       const int queries = a.query_starts[r + 1] - a.query_starts[r];
       for (int q = 0; q < queries; q += step) {
-        AttentionItem it{r, h, q, std::min(step, queries - q), 0, 0, -1};
+        AttentionItem it{r, h, q, std::min(step, queries - q), 0, 0, -1, 0};
         const int position = first_position(a, it), end = position + it.num_queries;
         it.first_tile = a.window > 0 ? std::max(0, position - a.window + 1) / kTile : 0;
         it.end_tile = (end + kTile - 1) / kTile;
@@ -322,14 +324,15 @@ AttentionPlan::AttentionPlan(const AttentionArgs& a, int num_threads) {
     return;
   }
   int64_t floats = 0;
+  num_pieces = (enough + have - 1) / have;
   for (AttentionItem& it : whole) {
-    const int tiles = it.end_tile - it.first_tile, pieces = std::min(tiles, (enough + have - 1) / have);
+    const int tiles = it.end_tile - it.first_tile, pieces = pieces_of(it);
     if (pieces <= 1) {
       items.push_back(it);
       continue;
     }
     const int64_t state = State::size(it.num_queries * a.group(), a.head_dim);
-    it.partial = floats;
+    it.partial = floats, it.join = static_cast<int>(joins.size());
     joins.push_back(it);
     for (int piece = 0; piece < pieces; ++piece) {
       AttentionItem part = it;
@@ -341,6 +344,12 @@ AttentionPlan::AttentionPlan(const AttentionArgs& a, int num_threads) {
     floats += state * tiles;
   }
   partials.resize(floats);
+  missing = std::vector<std::atomic<int>>(joins.size());
+  for (const AttentionItem& it : joins) missing[it.join].store(pieces_of(it));
+}
+
+int AttentionPlan::pieces_of(const AttentionItem& whole) const {
+  return std::min(whole.end_tile - whole.first_tile, num_pieces);
 }
 
 AttentionScratch::AttentionScratch(const AttentionArgs& a) {
@@ -354,9 +363,8 @@ AttentionScratch::AttentionScratch(const AttentionArgs& a) {
 
 bool is_known(const AttentionArgs& args) { return function_for(args) != nullptr; }
 
-void attend(const Team& team, const AttentionArgs& args, AttentionPlan& plan, std::atomic<int>& next,
-            AttentionScratch& scratch) {
-  function_for(args)(team, args, plan, next, scratch);
+void attend(const AttentionArgs& args, AttentionPlan& plan, std::atomic<int>& next, AttentionScratch& scratch) {
+  function_for(args)(args, plan, next, scratch);
 }
 
 }  // namespace quire
@@ -367,9 +375,9 @@ extern "C" int quire_paged_attention(const quire::AttentionArgs* args) {
   if (!is_known(*args)) return 1;
   AttentionPlan plan(*args, args->num_threads);
   std::atomic<int> next{0};
-  run_team(args->num_threads, [&](const Team& team) {
+  run_team(args->num_threads, [&](const Team&) {
     AttentionScratch scratch(*args);
-    attend(team, *args, plan, next, scratch);
+    attend(*args, plan, next, scratch);
   });
   return 0;
 }

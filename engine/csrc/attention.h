@@ -35,15 +35,19 @@ struct AttentionArgs {
 struct AttentionItem {
   int row, kv_head, first_query, num_queries, first_tile, end_tile;
   int64_t partial;  // where its tiles' states go in `partials`, or -1: it writes the output itself
+  int join;         // which of `joins` it is a piece of
 };
 
 // How a step is cut up; the same for every layer with the same window.
 struct AttentionPlan {
   std::vector<AttentionItem> items;
   std::vector<AttentionItem> joins;  // items that were shared out, whole
+  std::vector<std::atomic<int>> missing;  // pieces that each of them still waits for
   std::vector<float> partials;
+  int num_pieces = 1;  // that they are shared out in, at most one a tile
 
   AttentionPlan(const AttentionArgs& args, int num_threads);
+  int pieces_of(const AttentionItem& whole) const;
 };
 
 // One thread's memory.
@@ -58,7 +62,6 @@ struct AttentionScratch {
 bool is_known(const AttentionArgs& args);
 
 // This member's share. `next` starts at 0, one for each call of the whole team. The caller waits before reading `out`.
-void attend(const Team& team, const AttentionArgs& args, AttentionPlan& plan, std::atomic<int>& next,
-            AttentionScratch& scratch);
+void attend(const AttentionArgs& args, AttentionPlan& plan, std::atomic<int>& next, AttentionScratch& scratch);
 
 }  // namespace quire

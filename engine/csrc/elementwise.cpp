@@ -17,8 +17,7 @@ static void norm_row(const float* x, const float* weight, float* out, int width,
   for (i = 0; i < width; ++i) out[i] = x[i] * inverse * weight[i];
 }
 
-void rms_norm(const Team& team, const NormArgs& a) {
-  const Range rows = team.share(a.rows);
+void rms_norm(const NormArgs& a, Range rows) {
   for (int64_t r = rows.begin; r < rows.end; ++r)
     norm_row(a.x + r * a.x_stride, a.weight, a.out + r * a.out_stride, a.width, a.epsilon);
 }
@@ -68,11 +67,9 @@ static void rope_store_head(const RopeStoreArgs& a, int64_t row, int head) {
   put(a, x, block * a.block_stride + offset * a.token_stride + (is_value ? a.value_offset : 0), kv_head);
 }
 
-void rope_store(const Team& team, const RopeStoreArgs& a) {
-  const int heads = a.num_heads + 2 * a.num_kv_heads;
-  const Range units = team.share(static_cast<int64_t>(a.rows) * heads);
-  for (int64_t unit = units.begin; unit < units.end; ++unit)
-    rope_store_head(a, unit / heads, static_cast<int>(unit % heads));
+void rope_store(const RopeStoreArgs& a, Range heads) {
+  for (int64_t row = 0; row < a.rows; ++row)
+    for (int64_t head = heads.begin; head < heads.end; ++head) rope_store_head(a, row, static_cast<int>(head));
 }
 
 // silu(x) * up = x * up / (1 + exp(-x)), through exp(-|x|) so that nothing overflows.
@@ -92,23 +89,20 @@ static void silu_span(const float* gate, const float* up, float* out, int count)
   std::copy_n(y, count - i, out + i);
 }
 
-void silu_multiply(const Team& team, const SiluMultiplyArgs& a) {
-  constexpr int kSpan = 64;  // few rows are shared out within a row
-  const int spans = (a.width + kSpan - 1) / kSpan;
-  const Range units = team.share(static_cast<int64_t>(a.rows) * spans);
-  for (int64_t unit = units.begin; unit < units.end; ++unit) {
-    const int64_t row = unit / spans;
-    const int first = static_cast<int>(unit % spans) * kSpan;
-    const float* gate = a.gate_up + row * a.gate_up_stride + first;
-    silu_span(gate, gate + a.width, a.out + row * a.out_stride + first, std::min(kSpan, a.width - first));
+void silu_multiply(const SiluMultiplyArgs& a, Range columns) {
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const float* gate = a.gate_up + row * a.gate_up_stride + columns.begin;
+    silu_span(gate, gate + a.width, a.out + row * a.out_stride + columns.begin, static_cast<int>(columns.size()));
   }
 }
 
 }  // namespace quire
 
 // The operators on their own, on one thread.
-extern "C" void quire_rms_norm(const quire::NormArgs* args) { quire::rms_norm(quire::Team{0, 1}, *args); }
-extern "C" void quire_rope_store(const quire::RopeStoreArgs* args) { quire::rope_store(quire::Team{0, 1}, *args); }
+extern "C" void quire_rms_norm(const quire::NormArgs* args) { quire::rms_norm(*args, {0, args->rows}); }
+extern "C" void quire_rope_store(const quire::RopeStoreArgs* args) {
+  quire::rope_store(*args, {0, args->num_heads + 2 * args->num_kv_heads});
+}
 extern "C" void quire_silu_multiply(const quire::SiluMultiplyArgs* args) {
-  quire::silu_multiply(quire::Team{0, 1}, *args);
+  quire::silu_multiply(*args, {0, args->width});
 }

@@ -40,9 +40,9 @@ struct SiluMultiplyArgs {
   int32_t rows, width;
 };
 
-// Each does this member's share; the caller waits before reading the result.
-void rms_norm(const Team& team, const NormArgs& args);
-void rope_store(const Team& team, const RopeStoreArgs& args);
-void silu_multiply(const Team& team, const SiluMultiplyArgs& args);
+// Each does some rows, some heads (queries, then keys, then values) of all rows, some columns of all rows.
+void rms_norm(const NormArgs& args, Range rows);
+void rope_store(const RopeStoreArgs& args, Range heads);
+void silu_multiply(const SiluMultiplyArgs& args, Range columns);
 
 }  // namespace quire

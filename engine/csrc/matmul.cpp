@@ -365,13 +365,18 @@ static void widened_rows(const Product& p, const Half<F>& half, int first, int r
   }
 }
 
+template <int F>
+static bool widens_in_registers(int rows) {
+  return Storage<F>::kScaled == 0 || rows <= kDirectRows;
+}
+
 // The sums of x over groups, and x divided by what `column` multiplies with; both in the product's scratch.
 template <int F>
-static Product prepared(const Team& team, const Matrix& m, const Product& p, bool direct) {
+static Product prepare_format(const Team& team, const Matrix& m, const Product& p) {
   using S = Storage<F>;
-  constexpr bool kPowers = S::power(1) != 1.0f;
   if (!needs_sums<F>(m)) return p;
   constexpr int kUnit = std::max(S::kScaled, kLanes);
+  const bool divides = S::power(1) != 1.0f && widens_in_registers<F>(p.rows);
   const int64_t units = m.padded_in() / kUnit;
   float* scaled = p.scratch + p.rows * units;
   alignas(64) float inverse[kUnit];
@@ -382,30 +387,26 @@ static Product prepared(const Team& team, const Matrix& m, const Product& p, boo
     vfloat sum = load(x);
     for (int k = kLanes; k < kUnit; k += kLanes) sum += load(x + k);
     p.scratch[u] = reduce_add(sum);
-    if (kPowers && direct)
+    if (divides)
       for (int k = 0; k < kUnit; k += kLanes) store(scaled + u * kUnit + k, load(x + k) * load(inverse + k));
   }
-  team.wait();
   Product result = p;
-  if (kPowers && direct) result.x = scaled, result.x_stride = m.padded_in();
+  if (divides) result.x = scaled, result.x_stride = m.padded_in();
   return result;
 }
 
 template <int F>
-static void multiply_format(const Team& team, const Matrix& m, const Product& p) {
-  const bool direct = Storage<F>::kScaled == 0 || p.rows <= kDirectRows;
-  const Product product = prepared<F>(team, m, p, direct);
-  const Range panels = team.share(m.panels()), halves{panels.begin * kHalves, panels.end * kHalves};
+static void multiply_format(const Matrix& m, const Product& p, Range panels) {
+  const Range halves{panels.begin * kHalves, panels.end * kHalves};
   for (int first = 0; first < p.rows; first += kRowBlock) {
     const int rows = std::min(kRowBlock, p.rows - first);
     if constexpr (Storage<F>::kScaled != 0)
-      if (!direct) {
-        for (int64_t half = halves.begin; half < halves.end; ++half) widened_rows<F>(product, {m, half}, first, rows);
+      if (!widens_in_registers<F>(p.rows)) {
+        for (int64_t half = halves.begin; half < halves.end; ++half) widened_rows<F>(p, {m, half}, first, rows);
         continue;
       }
-    direct_rows<F>(m, product, halves, first, rows);
+    direct_rows<F>(m, p, halves, first, rows);
   }
-  if (needs_sums<F>(m)) team.wait();  // the scratch may be overwritten by whoever comes next
 }
 
 template <int F>
@@ -441,7 +442,7 @@ static void look_up_format(const Matrix& m, const int64_t* ids, Range range, flo
     case kQ8: return call<kQ8>(__VA_ARGS__);        \
     case kQ4: return call<kQ4>(__VA_ARGS__);        \
     case kQ8Fine: return call<kQ8Fine>(__VA_ARGS__); \
-    default: return;                                \
+    default: break;                                 \
   }
 
 int64_t scratch_floats(int64_t rows, int64_t in) {
@@ -451,8 +452,13 @@ int64_t scratch_floats(int64_t rows, int64_t in) {
 
 bool is_known(const Matrix& matrix) { return matrix.format >= kF32 && matrix.format <= kQ8Fine; }
 
-void multiply(const Team& team, const Matrix& matrix, const Product& product) {
-  if (product.rows > 0) QUIRE_BY_FORMAT(matrix, multiply_format, team, matrix, product)
+Product prepare(const Team& team, const Matrix& matrix, const Product& product) {
+  QUIRE_BY_FORMAT(matrix, prepare_format, team, matrix, product)
+  return product;
+}
+
+void multiply(const Matrix& matrix, const Product& prepared, Range panels) {
+  QUIRE_BY_FORMAT(matrix, multiply_format, matrix, prepared, panels)
 }
 
 void look_up(const Team& team, const Matrix& matrix, const int64_t* ids, int64_t count, float* y, int64_t y_stride) {
@@ -493,7 +499,11 @@ extern "C" int quire_matmul(const quire::MatmulArgs* args) {
   }
   const std::unique_ptr<float[]> scratch(new float[scratch_floats(args->rows, m.in)]);
   product.scratch = scratch.get();
-  run_team(args->num_threads, [&](const Team& team) { multiply(team, m, product); });
+  run_team(args->num_threads, [&](const Team& team) {
+    const Product prepared = prepare(team, m, product);
+    team.wait();
+    multiply(m, prepared, team.share(m.panels()));
+  });
   return 0;
 }
 

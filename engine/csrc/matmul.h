@@ -42,16 +42,20 @@ struct Product {
   float* y;        // [rows, out]
   int64_t x_stride, y_stride;
   int32_t rows;
-  bool add;     // y += instead of y =
-  float* scratch;  // shared by the team: scratch_floats(rows, in)
+  bool add;        // y += instead of y =
+  float* scratch;  // scratch_floats(rows, in), for `prepare`
 };
 
 int64_t scratch_floats(int64_t rows, int64_t in);
 
 bool is_known(const Matrix& matrix);
 
-// This member's share of a product. The caller waits before anybody reads y.
-void multiply(const Team& team, const Matrix& matrix, const Product& product);
+// This member's share of what the kernels need beside x, into the scratch; the product to go on with. The team waits
+// before it multiplies, and before the scratch is used again.
+Product prepare(const Team& team, const Matrix& matrix, const Product& product);
+
+// The outputs of some panels.
+void multiply(const Matrix& matrix, const Product& prepared, Range panels);
 
 // y[i] = row ids[i] of the matrix, [count, in].
 void look_up(const Team& team, const Matrix& matrix, const int64_t* ids, int64_t count, float* y, int64_t y_stride);
