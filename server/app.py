@@ -7,6 +7,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.errors import ServerErrorMiddleware
 
+from server.docs_page import router as docs_router
 from server.errors import install_handlers, on_error
 from server.health import health_router
 from server.middleware import Accounting, ApiKey, BodyLimit, HeadAsGet
@@ -43,6 +44,8 @@ def create_app(state: ServerState) -> FastAPI:
         description=DESCRIPTION,
         middleware=_middleware(state),
         redirect_slashes=False,
+        docs_url=None,  # FastAPI's own pages load their scripts from other hosts: see `server.docs_page`
+        redoc_url=None,
     )
     app.state.quire = state
     app.state.seeds = SeedSource(state.config.seed)
@@ -53,6 +56,7 @@ def create_app(state: ServerState) -> FastAPI:
         tokens_router,
         kv_router,
         capacity_router,
+        docs_router,
         health_router(state, app.version),
     ):
         app.include_router(router)

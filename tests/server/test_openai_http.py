@@ -256,9 +256,14 @@ async def test_every_request_ends_in_one_cell(bench: Bench) -> None:
 
 
 async def test_the_documentation_has_labels_of_its_own_and_nothing_else_has(bench: Bench) -> None:
-    for path in ("/docs", "/openapi.json", "/redoc", "/docs/x", "/openapi.json/", "/favicon.ico"):
+    for path in ("/docs", "/openapi.json", "/docs/x", "/redoc", "/docs/x/y", "/openapi.json/", "/favicon.ico"):
         await bench.client.get(path)
-    assert [endpoint for endpoint, *_ in bench.counted] == ["/docs", "/openapi.json", "/redoc", *["unknown"] * 3]
+    assert [endpoint for endpoint, *_ in bench.counted] == [
+        "/docs",
+        "/openapi.json",
+        "/docs/{name}",
+        *["unknown"] * 4,
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------- OpenAPI
@@ -282,7 +287,6 @@ async def test_the_document_describes_every_route_and_field(bench: Bench) -> Non
     names = [op.get("operationId") for path in document["paths"].values() for op in path.values()]
     assert len(names) == len(set(names))
     assert check_refs(document, document) > 50
-    assert (await bench.client.get("/docs")).status_code == 200
 
 
 def check_fields(schema: dict[str, Any], model: type[BaseModel]) -> None:
