@@ -1,14 +1,17 @@
 """What is let in, and when to come back: decided once, at `submit`, before anything is queued.
 
-Knows limits, the queue's counts and how fast work drains; never waits and never evicts.
+Knows limits and the queue's counts; never waits and never evicts. When to come back is when all that is ahead in the
+queue should have begun: the queue has room again then, for as many as it holds and not only for the first of those
+who were sent away, and the engine has not yet run out of work. It does not say when their answers would be done.
 """
 
 import math
+from collections.abc import Callable
 
 from kvpool.table import blocks_for
 from scheduler.config import SchedulerConfig
 from scheduler.errors import ContextTooLong, NeverFits, QueueFull
-from scheduler.observer import NullObserver, RequestReport, StepReport
+from scheduler.observer import NullObserver, StepReport
 from scheduler.queue import WaitingQueue
 from scheduler.request import Request
 
@@ -17,18 +20,12 @@ MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
 class DrainMeter(NullObserver):
-    """How fast the engine works and how long answers are: exponentially weighted means, recent ones first.
+    """How fast the engine works: an exponentially weighted mean over about the last `memory_s` of work."""
 
-    `memory_s` of work, and `memory_requests` answers, are how far back the means look.
-    """
-
-    def __init__(self, memory_s: float = 10.0, memory_requests: float = 50.0) -> None:
+    def __init__(self, memory_s: float = 10.0) -> None:
         self._memory_s = memory_s
-        self._memory_requests = memory_requests
         self._num_tokens = 0.0
         self._busy_s = 0.0
-        self._num_output_tokens = 0.0
-        self._num_requests = 0.0
 
     def on_step(self, report: StepReport) -> None:
         """Count the tokens of a step, and the time from its plan to its commit."""
@@ -37,27 +34,10 @@ class DrainMeter(NullObserver):
         self._num_tokens = self._num_tokens * kept + report.num_prefill_tokens + report.num_decode_tokens
         self._busy_s = self._busy_s * kept + duration_s
 
-    def on_request_end(self, report: RequestReport) -> None:
-        """Count the output tokens of an answer, over all its choices."""
-        kept = 1.0 - 1.0 / self._memory_requests
-        self._num_output_tokens = self._num_output_tokens * kept + report.num_output_tokens
-        self._num_requests = self._num_requests * kept + 1.0
-
     @property
     def tokens_per_s(self) -> float:
         """Tokens computed per second of work, prompts and outputs alike; 0 before the first step."""
         return self._num_tokens / self._busy_s if self._busy_s > 0 else 0.0
-
-    @property
-    def tokens_per_answer(self) -> float:
-        """Mean output tokens of a request; 0 before the first has ended."""
-        return self._num_output_tokens / self._num_requests if self._num_requests else 0.0
-
-    def retry_after_s(self, num_requests: int, num_prompt_tokens: int) -> float:
-        """When the work ahead in the queue (these prompts, and answers of mean length) should be done."""
-        work = num_prompt_tokens + num_requests * self.tokens_per_answer
-        eta_s = work / self.tokens_per_s if self.tokens_per_s else MIN_RETRY_S
-        return min(max(eta_s, MIN_RETRY_S), MAX_RETRY_S)
 
 
 class Admission:
@@ -81,10 +61,13 @@ class Admission:
         if blocks_for(num_tokens, config.block_size) > self._num_blocks:
             raise NeverFits(num_tokens, self._num_blocks * config.block_size)
 
-    def check_queue(self, request: Request, queue: WaitingQueue, num_free_slots: int, meter: DrainMeter) -> None:
+    def check_queue(
+        self, request: Request, queue: WaitingQueue, num_free_slots: int, turn_s: Callable[[], float | None]
+    ) -> None:
         """Refuse what the bounded queue has no place for now. Who finds a free slot does not queue.
 
-        An empty queue takes a request of any length.
+        An empty queue takes a request of any length. `turn_s` says when a request behind all that wait would begin,
+        None when nothing is known of that yet.
 
         Raises:
             QueueFull: with the time after which to try again.
@@ -94,10 +77,14 @@ class Admission:
             return
         num_requests, num_tokens = queue.excess(num_free_slots)
         if not _is_below(num_requests, max_requests):
-            raise QueueFull("requests", num_requests, max_requests or 0, meter.retry_after_s(num_requests, num_tokens))
+            raise QueueFull("requests", num_requests, max_requests or 0, _retry_after_s(turn_s()))
         if num_tokens and not _is_below(num_tokens + len(request.prompt_ids) - 1, max_tokens):
-            raise QueueFull("tokens", num_tokens, max_tokens or 0, meter.retry_after_s(num_requests, num_tokens))
+            raise QueueFull("tokens", num_tokens, max_tokens or 0, _retry_after_s(turn_s()))
 
 
 def _is_below(number: int, limit: int | None) -> bool:
     return limit is None or number < limit
+
+
+def _retry_after_s(turn_s: float | None) -> float:
+    return min(max(turn_s or 0.0, MIN_RETRY_S), MAX_RETRY_S)

@@ -46,7 +46,7 @@ class NeverFits(RequestRefused):
 
 
 class QueueFull(RequestRefused):
-    """The bounded queue is full. `retry_after_s` is computed from the queue ahead and the measured drain rate."""
+    """The bounded queue is full. `retry_after_s`: when all that waits in it should have begun, at the measured pace."""
 
     def __init__(self, reason: str, queue_depth: int, limit: int, retry_after_s: float) -> None:
         super().__init__(f"The queue is full ({reason}: {queue_depth} of {limit}); retry in {retry_after_s:.1f} s.")

@@ -182,7 +182,11 @@ class Scheduler:
     def _check_acceptable(self, request: Request) -> None:
         self._check_open()
         self._admission.check_fits(request)
-        self._admission.check_queue(request, self._roster.queue, self._roster.running.num_free_slots, self._meter)
+        queue, num_free_slots = self._roster.queue, self._roster.running.num_free_slots
+        self._admission.check_queue(request, queue, num_free_slots, self._turn_s)
+
+    def _turn_s(self) -> float | None:
+        return self._foresight.turn_s(self._clock.now(), self.stats().step_running_s)
 
     def _check_open(self) -> None:
         if self._unhealthy is not None:

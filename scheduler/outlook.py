@@ -1,4 +1,4 @@
-"""From the scheduler's state to the frozen picture that `scheduler.predict` plays forward. Read-only.
+"""From the scheduler's state to the frozen picture that `predict` and `turn` look forward from. Read-only.
 
 Knows sequences, tables and the prefix index; changes none of them.
 """
@@ -16,6 +16,7 @@ from scheduler.predict import Arrivals, Load, Outlook, StepClock
 from scheduler.request import Request
 from scheduler.roster import Roster
 from scheduler.sequence import Sequence, SequenceState
+from scheduler.turn import turn_s
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 NUM_TYPICAL = 8
@@ -60,6 +61,10 @@ class Foresight:
         num_blocks = blocks_for(num_tokens, self._config.block_size)
         num_concurrent = min(self._config.max_num_seqs, self._pool.num_blocks // num_blocks)
         return Question(self._outlook(now_s, step_running_s), load, num_cached, num_concurrent)
+
+    def turn_s(self, now_s: float, step_running_s: float | None) -> float | None:
+        """Roughly when a request behind all that wait would begin, in seconds from now. None before the first step."""
+        return turn_s(self._outlook(now_s, step_running_s))
 
     def _outlook(self, now_s: float, step_running_s: float | None) -> Outlook:
         size, running = self._config.block_size, self._roster.running

@@ -76,7 +76,7 @@ class FakeEngine:
     What it finds wrong with a batch is raised, and kept in `problems` for a test to see.
 
     Attributes:
-        latency_s: moved on the virtual clock each step.
+        latency_s, token_latency_s: moved on the virtual clock each step, and for each of its tokens.
         num_drafts: proposes that many tokens per row, every third of which is wrong.
         fail: called with each batch; may raise what the step raises.
         row_error, row_stopped: called with (row, tokens sampled); may fail or complete that row.
@@ -94,6 +94,7 @@ class FakeEngine:
     vocab_size: int = 97
     clock: VirtualClock | None = None
     latency_s: float = 0.0
+    token_latency_s: float = 0.0
     num_drafts: int = 0
     fail: Callable[[Batch], None] | None = None
     row_error: Callable[[Row, list[int]], str | None] | None = None
@@ -130,7 +131,7 @@ class FakeEngine:
             if self.gate is not None:
                 await self.gate.wait()
             if self.clock is not None:
-                self.clock.advance(self.latency_s)
+                self.clock.advance(self._duration_s(batch))
             return output
         finally:
             self.num_in_flight -= 1
@@ -177,7 +178,10 @@ class FakeEngine:
         for copy in batch.copies:
             self.memory[copy.target_id] = dict(self.memory.get(copy.source_id, {}))
         self._write_all(batch.rows)
-        return StepOutput(batch.step, tuple(self._run(row) for row in batch.rows), self.latency_s, saved)
+        return StepOutput(batch.step, tuple(self._run(row) for row in batch.rows), self._duration_s(batch), saved)
+
+    def _duration_s(self, batch: Batch) -> float:
+        return self.latency_s + self.token_latency_s * batch.num_tokens
 
     def _write_all(self, rows: Sequence[Row]) -> None:
         written: dict[int, int] = {}
