@@ -135,14 +135,19 @@ class AllowedToolSet(Wire):
     """Some of the tools, by choice or by force."""
 
     mode: Literal["auto", "required"] = needed("Whether one must be called.", "auto")
-    tools: list[NamedTool] = needed("Which ones.", [{"type": "function", "function": {"name": "f"}}], min_length=1)
+    tools: list[NamedTool] = needed(
+        "Which ones.", [{"type": "function", "function": {"name": "get_weather"}}], min_length=1
+    )
 
 
 class AllowedTools(Wire):
     """Restricts the model to some of the tools."""
 
     type: Literal["allowed_tools"] = needed("Kind of choice.", "allowed_tools")
-    allowed_tools: AllowedToolSet = needed("The tools and the mode.", {"mode": "auto", "tools": []})
+    allowed_tools: AllowedToolSet = needed(
+        "The tools and the mode.",
+        {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_weather"}}]},
+    )
 
 
 ToolChoiceSpec = Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]

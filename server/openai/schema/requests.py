@@ -11,6 +11,7 @@ from server.openai.schema.messages import Message, ToolChoiceSpec, ToolSpec
 
 PromptItem = str | tuple[int, ...]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_OWN_TEMPLATE = "A template for this request alone; refused by a server without --trust-request-chat-template."
 _EXAMPLE_MESSAGES: list[JsonValue] = [{"role": "user", "content": "Name a river."}]
 
 
@@ -69,9 +70,7 @@ class _ChatPrompt(Wire):
     messages: list[Message] = needed("The conversation.", _EXAMPLE_MESSAGES, min_length=1)
     add_generation_prompt: bool | None = optional("Open the assistant's turn.", True)
     continue_final_message: bool | None = optional("Go on with the last message, an assistant's.", False)
-    chat_template: str | None = optional(
-        "A template for this request, where the server allows it.", "{{ messages[-1].content }}"
-    )
+    chat_template: str | None = optional(_OWN_TEMPLATE, None)
     chat_template_kwargs: dict[str, Any] | None = optional("Variables for the template.", {"enable_thinking": False})
     documents: list[dict[str, Any]] | None = optional("Documents for templates that take them.", [])
     tools: list[ToolSpec] | None = optional(
@@ -105,9 +104,7 @@ class PromptFields(Wire):
     messages: list[Message] | None = optional("Or a conversation.", _EXAMPLE_MESSAGES, min_length=1)
     add_generation_prompt: bool | None = optional("Open the assistant's turn.", True)
     continue_final_message: bool | None = optional("Leave the last turn open.", False)
-    chat_template: str | None = optional(
-        "A template for this request, where the server allows it.", "{{ messages[-1].content }}"
-    )
+    chat_template: str | None = optional(_OWN_TEMPLATE, None)
     chat_template_kwargs: dict[str, Any] | None = optional("Variables for the template.", {"enable_thinking": False})
     documents: list[dict[str, Any]] | None = optional("Documents for templates that take them.", [])
     tools: list[ToolSpec] | None = optional("Functions the template shall show.", [])
