@@ -5,6 +5,7 @@
 // group after group, for quantized ones. So a row's result is the same bits whatever rows are computed beside it.
 #include "matmul.h"
 
+#include <cmath>
 #include <memory>
 #include <vector>
 
@@ -23,6 +24,7 @@ constexpr int kWideTileRows = kLanes == 16 ? 12 : kTileRows;        // the same 
 constexpr int kDirectRows = 2 * kTileRows;  // quantized weights: more rows than that are worth widening a slice
 constexpr int kSlice = 256;                 // columns of a slice: 16 KiB of floats
 constexpr int kRowBlock = 96;               // rows of x per pass over the panels
+constexpr int kDotRows = 4;                 // rows of x in a block of integer products
 
 // What a format is: columns of a line (64 bytes of half a panel), columns that share a scale (0: there are none), and how
 // to get at columns and single elements. `column` gives kLanes lanes from lane i * kLanes on, times power(step).
@@ -90,6 +92,13 @@ struct Storage<kQ4> {
   }
   static inline float element(const char* line, int lane, int step) {
     return reinterpret_cast<const uint32_t*>(line)[lane] >> 4 * step & 15;
+  }
+};
+
+template <>
+struct Storage<kQ8Dot> : Storage<kQ8> {
+  static inline float element(const char* line, int lane, int step) {
+    return reinterpret_cast<const int8_t*>(line)[4 * lane + step];
   }
 };
 
@@ -365,6 +374,109 @@ static void widened_rows(const Product& p, const Half<F>& half, int first, int r
   }
 }
 
+// x rounded to 8 bits, in a product's scratch.
+struct Codes {
+  float* scales;  // [rows, groups]
+  int8_t* codes;  // [rows, padded_in]
+};
+
+static Codes codes_of(const Matrix& m, const Product& p) {
+  return {p.scratch, reinterpret_cast<int8_t*>(p.scratch + static_cast<int64_t>(p.rows) * m.padded_in() / kGroup)};
+}
+
+typedef int8_t vcode __attribute__((vector_size(kLanes), aligned(1), may_alias));
+
+// One group; returns its scale. What is not finite makes that, and so the whole row, not a number.
+static float round_group(const float* x, int8_t* codes) {
+  vfloat top{}, rest{};
+  for (int k = 0; k < kGroup; k += kLanes) {
+    const vfloat some = load(x + k);
+    top = quire::max(some < vfloat{} ? -some : some, top), rest += some - some;
+  }
+  const float scale = reduce_max(top) / 127.0f, wrong = reduce_add(rest);
+  if (wrong != 0.0f || scale == 0.0f) {
+    std::memset(codes, 0, kGroup);
+    return wrong;
+  }
+  for (int k = 0; k < kGroup; k += kLanes) {
+    const vfloat whole = load(x + k) / splat(scale) + splat(0x1.8p23f);  // rounded, in the lowest bits
+    const vint code = reinterpret_cast<vint>(whole) - 0x4b400000;
+    *reinterpret_cast<vcode*>(codes + k) = __builtin_convertvector(code, vcode);
+  }
+  return scale;
+}
+
+static void round_rows(const Team& team, const Matrix& m, const Product& p) {
+  const Codes codes = codes_of(m, p);
+  const int64_t groups = m.padded_in() / kGroup;
+  const Range range = team.share(p.rows * groups);
+  for (int64_t u = range.begin; u < range.end; ++u)
+    codes.scales[u] = round_group(p.x + u / groups * p.x_stride + u % groups * kGroup, codes.codes + u * kGroup);
+}
+
+// Rows [row, row + M) of x times H halves of a panel: integer sums within a group, which are exact, then both scales.
+template <int M, int H>
+[[gnu::noinline]] static void dot_rows(const Matrix& m, const Product& p, int64_t row, int64_t first_half) {
+  const Codes x = codes_of(m, p);
+  const int groups = m.padded_in() / kGroup;
+  const int8_t* codes = x.codes + row * m.padded_in();
+  const char* line = Half<kQ8Dot>{m, first_half}.lines();
+  vfloat acc[M][H][kVectors] = {};
+  for (int g = 0; g < groups; ++g) {
+    vint sum[M][H][kVectors] = {};
+    for (int k = 0; k < kGroup; k += 4, codes += 4, line += kLineStride) {
+#pragma GCC unroll 16
+      for (int h = 0; h < H; ++h) {
+        const char* words = line + h * kLineBytes;
+        __builtin_prefetch(words + kPrefetch);
+#pragma GCC unroll 16
+        for (int r = 0; r < M; ++r) {
+          int32_t four;
+          std::memcpy(&four, codes + r * m.padded_in(), 4);
+#pragma GCC unroll 16
+          for (int i = 0; i < kVectors; ++i)
+            sum[r][h][i] = dot4(sum[r][h][i], reinterpret_cast<const vint*>(words)[i], four - vint{});
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int h = 0; h < H; ++h)
+#pragma GCC unroll 16
+      for (int i = 0; i < kVectors; ++i) {
+        const vfloat scale = Half<kQ8Dot>{m, first_half + h}.scale(g, i);
+#pragma GCC unroll 16
+        for (int r = 0; r < M; ++r)
+          acc[r][h][i] +=
+              __builtin_convertvector(sum[r][h][i], vfloat) * (scale * splat(x.scales[(row + r) * groups + g]));
+      }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < M; ++r)
+#pragma GCC unroll 16
+    for (int h = 0; h < H; ++h) store_row(m, p, row + r, (first_half + h) * kHalf, acc[r][h]);
+}
+
+template <int M>
+static void dot_panel(const Matrix& m, const Product& p, int64_t row, int64_t panel) {
+  constexpr int kTogether = M <= 2 ? kHalves : 1;
+  for (int h = 0; h < kHalves; h += kTogether) dot_rows<M, kTogether>(m, p, row, panel * kHalves + h);
+}
+
+// A panel stays in the cache for all rows of a block.
+static void dot_panels(const Matrix& m, const Product& p, Range panels, int64_t first, int64_t rows) {
+  const int64_t tiles = (rows + kDotRows - 1) / kDotRows;
+  for (int64_t panel = panels.begin; panel < panels.end; ++panel)
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t row = first + rows * t / tiles, end = first + rows * (t + 1) / tiles;
+      switch (end - row) {
+        case 1: dot_panel<1>(m, p, row, panel); break;
+        case 2: dot_panel<2>(m, p, row, panel); break;
+        case 3: dot_panel<3>(m, p, row, panel); break;
+        default: dot_panel<kDotRows>(m, p, row, panel);
+      }
+    }
+}
+
 template <int F>
 static bool widens_in_registers(int rows) {
   return Storage<F>::kScaled == 0 || rows <= kDirectRows;
@@ -374,6 +486,10 @@ static bool widens_in_registers(int rows) {
 template <int F>
 static Product prepare_format(const Team& team, const Matrix& m, const Product& p) {
   using S = Storage<F>;
+  if constexpr (F == kQ8Dot) {
+    round_rows(team, m, p);
+    return p;
+  }
   if (!needs_sums<F>(m)) return p;
   constexpr int kUnit = std::max(S::kScaled, kLanes);
   const bool divides = S::power(1) != 1.0f && widens_in_registers<F>(p.rows);
@@ -400,7 +516,10 @@ static void multiply_format(const Matrix& m, const Product& p, Range panels) {
   const Range halves{panels.begin * kHalves, panels.end * kHalves};
   for (int first = 0; first < p.rows; first += kRowBlock) {
     const int rows = std::min(kRowBlock, p.rows - first);
-    if constexpr (Storage<F>::kScaled != 0)
+    if constexpr (F == kQ8Dot) {
+      dot_panels(m, p, panels, first, rows);
+      continue;
+    } else if constexpr (Storage<F>::kScaled != 0)
       if (!widens_in_registers<F>(p.rows)) {
         for (int64_t half = halves.begin; half < halves.end; ++half) widened_rows<F>(p, {m, half}, first, rows);
         continue;
@@ -442,15 +561,18 @@ static void look_up_format(const Matrix& m, const int64_t* ids, Range range, flo
     case kQ8: return call<kQ8>(__VA_ARGS__);        \
     case kQ4: return call<kQ4>(__VA_ARGS__);        \
     case kQ8Fine: return call<kQ8Fine>(__VA_ARGS__); \
+    case kQ8Dot: return call<kQ8Dot>(__VA_ARGS__);  \
     default: break;                                 \
   }
 
 int64_t scratch_floats(int64_t rows, int64_t in) {
   const int64_t padded = (in + kGroup - 1) / kGroup * kGroup;
-  return rows * padded / 16 + std::min<int64_t>(rows, kDirectRows) * padded;
+  const int64_t sums = rows * padded / 16 + std::min<int64_t>(rows, kDirectRows) * padded;
+  const int64_t codes = rows * padded / kGroup + rows * padded / 4;
+  return std::max(sums, codes);
 }
 
-bool is_known(const Matrix& matrix) { return matrix.format >= kF32 && matrix.format <= kQ8Fine; }
+bool is_known(const Matrix& matrix) { return matrix.format >= kF32 && matrix.format <= kQ8Dot; }
 
 Product prepare(const Team& team, const Matrix& matrix, const Product& product) {
   QUIRE_BY_FORMAT(matrix, prepare_format, team, matrix, product)

@@ -1,7 +1,8 @@
 // y = x W^T with float32 activations and weights in a compact storage form, widened inside the kernel.
 //
 // The product is that of the dequantized matrix, in float32: keeping weights small changes the memory traffic and
-// nothing else. Weights are packed into panels of 16 output rows, input columns one after the other:
+// nothing else. Only Q8Dot changes the arithmetic: it rounds x, too, to 8 bits in groups of 32 columns, each with a scale
+// of its own (largest magnitude / 127), and multiplies integers. Weights are packed into panels of 16 output rows, input columns one after the other:
 //
 //   panel                    32 rows, two halves of 16; lines of 64 bytes: half 0, half 1, half 0, ...
 //   a line                   some columns of 16 rows:
@@ -9,6 +10,7 @@
 //     BF16     2 columns     16 words, the first column low
 //     F16      2 columns     16 halfs, 16 halfs
 //     Q8       4 columns     16 int8 four times
+//     Q8Dot    4 columns     16 words, the first column in the lowest byte; -127..127
 //     Q4       8 columns     16 words, the first column in the lowest half byte
 //   panel, group g           32 scales, 32 minima: one of each for 32 (or 16) columns of a row
 //   value = scale * q + minimum; without minima that is scale * q for 8 bits, scale * (q - 8) for 4
@@ -24,7 +26,7 @@ namespace quire {
 constexpr int kPanel = 32;  // output rows side by side
 constexpr int kGroup = 32;  // input columns are padded to a multiple of this
 
-enum Format : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kQ8 = 3, kQ4 = 4, kQ8Fine = 5 };  // fine: groups of 16
+enum Format : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kQ8 = 3, kQ4 = 4, kQ8Fine = 5, kQ8Dot = 6 };  // fine: groups of 16
 
 struct Matrix {
   const void* weights;  // packed

@@ -67,7 +67,7 @@ static void pack_scales(const PackArgs& a, Range groups) {
 // Returns 0, or 1 for a format that it does not know. Half bytes come as int8, an even number of columns.
 extern "C" int quire_pack(const quire::PackArgs* args) {
   using namespace quire;
-  if (args->format < -2 || args->format > kQ8Fine) return 1;
+  if (args->format < -2 || args->format > kQ8Dot) return 1;
   run_team(args->num_threads, [&](const Team& team) {
     const Range columns = team.share(args->num_columns);
     switch (args->format) {
@@ -77,6 +77,7 @@ extern "C" int quire_pack(const quire::PackArgs* args) {
       case kBF16: return pack_elements<2, 2, true>(*args, columns);
       case kF16: return pack_elements<2, 2>(*args, columns);
       case kQ4: return pack_half_bytes(*args, team.share(args->num_columns / 2));
+      case kQ8Dot: return pack_elements<1, 4, true>(*args, columns);
       default: return pack_elements<1, 4>(*args, columns);
     }
   });

@@ -112,6 +112,32 @@ inline vfloat widen_int8(const int8_t* p) {
 #endif
 }
 
+// Dot products of bytes, exact: every word of `sum` grows by those of its four pairs. A pair of products, at most
+// 2 * 127 * 127, fits 16 bits with the sign: `weights` and `x` are in -127..127.
+#if defined(__AVX512BW__)
+inline vint dot4(vint sum, vint weights, vint x) {
+  const __m512i w = reinterpret_cast<__m512i>(weights), y = reinterpret_cast<__m512i>(x);
+  const __m512i signed_x = _mm512_mask_sub_epi8(y, _mm512_movepi8_mask(w), _mm512_setzero_si512(), y);
+#if defined(__AVX512VNNI__)
+  return reinterpret_cast<vint>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), _mm512_abs_epi8(w), signed_x));
+#else
+  const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(w), signed_x);
+  return sum + reinterpret_cast<vint>(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+#endif
+}
+#elif defined(__AVX2__)
+inline vint dot4(vint sum, vint weights, vint x) {
+  const __m256i w = reinterpret_cast<__m256i>(weights);
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(reinterpret_cast<__m256i>(x), w));
+  return sum + reinterpret_cast<vint>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#else
+inline vint dot4(vint sum, vint weights, vint x) {
+  for (int shift = 24; shift >= 0; shift -= 8) sum += (weights << shift >> 24) * (x << shift >> 24);
+  return sum;
+}
+#endif
+
 // kLanes unsigned bytes as words.
 inline vint widen_uint8(const uint8_t* p) {
 #if defined(__AVX512F__)

@@ -5,7 +5,8 @@
     none           widened to float32         the same
     int8, int4     rounded anew               rounded to 8 or 4 bits in groups of 32
 
-Embedding and head keep 8 bits under int4: they are the most sensitive matrices. Arithmetic is float32 in every case.
+Embedding and head keep 8 bits under int4: they are the most sensitive matrices. Products with matrices that are rounded
+to 8 bits round their inputs, too, and multiply integers; all other arithmetic is float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from engine.quant.affine import (
     Form,
     dense,
     half_scales_suffice,
+    is_stored_as,
     quantize,
 )
 from engine.quant.panels import PackedEmbedding, PackedLinear, StackedLinear
@@ -125,7 +127,8 @@ class PackedParameters:
             return FLOAT32
         if bits is not None and num_inputs % GROUP_SIZE == 0:
             halves = self._holds(name, lambda rows: half_scales_suffice(rows, bits))
-            return AffineForm(bits, GROUP_SIZE, torch.float16 if halves else torch.float32, has_minimums=bits == 4)
+            scale_dtype = torch.float16 if halves else torch.float32
+            return AffineForm(bits, GROUP_SIZE, scale_dtype, has_minimums=bits == 4, rounds_inputs=bits == 8)
         stored = self._checkpoint.form(name)
         if isinstance(stored, AffineForm):
             return stored if self._quantization == "auto" and num_inputs % GROUP_SIZE == 0 else FLOAT32
@@ -149,7 +152,7 @@ def _chunks(num_rows: int, num_columns: int) -> Iterator[tuple[int, int]]:
 
 def _converted(rows: Tensor | AffineWeight, form: Form) -> Tensor | AffineWeight:
     """Rows in another form: as they are if it is theirs already, else widened and rounded to it."""
-    if isinstance(rows, AffineWeight) and rows.form == form:
+    if isinstance(rows, AffineWeight) and is_stored_as(rows, form):
         return rows
     values = dense(rows)
     if isinstance(form, DenseForm):

@@ -5,7 +5,7 @@
 Knows numbers; knows no file format and no kernel layout. `dequantize` is the meaning of everything that uses it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,12 +29,15 @@ class AffineForm:
         bits: 4 or 8.
         group_size: inputs that share a scale: 32, or 16 with 8 bits.
         scale_dtype: float16 or float32, of scales and minimums.
+        rounds_inputs: products round their inputs, too, and multiply integers: only with 8 bits and no minimums. That
+            belongs to the arithmetic; what is stored is the same.
     """
 
     bits: int
     group_size: int
     scale_dtype: torch.dtype
     has_minimums: bool
+    rounds_inputs: bool = False
 
 
 Form = DenseForm | AffineForm
@@ -68,6 +71,11 @@ class AffineWeight:
         if self.minimums is not None:
             grouped = grouped + self.minimums.float().unsqueeze(-1)
         return grouped.view(self.q.shape)
+
+
+def is_stored_as(rows: AffineWeight, form: Form) -> bool:
+    """Whether rows are kept just as `form` keeps them, whatever its products do with their inputs."""
+    return isinstance(form, AffineForm) and rows.form == replace(form, rounds_inputs=False)
 
 
 def dense(rows: Tensor | AffineWeight) -> Tensor:

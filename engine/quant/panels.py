@@ -1,22 +1,23 @@
 """Weights packed for `csrc/matmul.cpp`, and the product with them. The layout is drawn in `csrc/matmul.h`.
 
 Products are float32 and equal those with the dequantized matrix up to the order of summation: packing changes how many
-bytes a product reads, never its meaning.
+bytes a product reads, never its meaning. Except for a form that rounds its inputs: there they equal those of the inputs
+that `quantize(x, 8)` stands for.
 """
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from engine.native import load_native
-from engine.quant.affine import GROUP_SIZE, AffineForm, AffineWeight, DenseForm, Form
+from engine.quant.affine import GROUP_SIZE, AffineForm, AffineWeight, DenseForm, Form, is_stored_as
 
 PANEL_SIZE = 32
 _DENSE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_AFFINE_CODES = {(8, 32): 3, (4, 32): 4, (8, 16): 5}
+_AFFINE_CODES = {(8, 32, False): 3, (4, 32, False): 4, (8, 16, False): 5, (8, 32, True): 6}
 _SCALE_CODES = {torch.float32: -1, torch.float16: -2}
 
 
@@ -121,7 +122,7 @@ class PackedLinear:
     def fill(self, first_row: int, rows: Tensor | AffineWeight) -> None:
         """Put rows `[n, in]`, in this matrix's own form, where they belong."""
         if isinstance(rows, AffineWeight):
-            assert rows.form == self.form, f"{rows.form} into {self.form}"
+            assert is_stored_as(rows, self.form), f"{rows.form} into {self.form}"
             assert self.scales is not None
             shifted = rows.q + 8 if rows.bits == 4 and rows.minimums is None else rows.q
             self._pack(shifted, self.weights, first_row, self.native.format)
@@ -211,10 +212,10 @@ class PackedEmbedding:
         return self.matrix.look_up(token_ids)
 
 
-def packed(rows: Tensor | AffineWeight, bias: Tensor | None = None) -> PackedLinear:
+def packed(rows: Tensor | AffineWeight, bias: Tensor | None = None, rounds_inputs: bool = False) -> PackedLinear:
     """A whole matrix `[out, in]` packed in its own form."""
     num_outputs, num_inputs = rows.q.shape if isinstance(rows, AffineWeight) else rows.shape
-    form = rows.form if isinstance(rows, AffineWeight) else DenseForm(rows.dtype)
+    form: Form = DenseForm(rows.dtype) if isinstance(rows, Tensor) else replace(rows.form, rounds_inputs=rounds_inputs)
     matrix = PackedLinear.allocate(form, num_outputs, num_inputs, bias is not None)
     matrix.fill(0, rows)
     if bias is not None and matrix.bias is not None:
@@ -225,5 +226,5 @@ def packed(rows: Tensor | AffineWeight, bias: Tensor | None = None) -> PackedLin
 def _code(form: Form) -> int:
     """The kernels' number of a form."""
     if isinstance(form, AffineForm):
-        return _AFFINE_CODES[form.bits, form.group_size]
+        return _AFFINE_CODES[form.bits, form.group_size, form.rounds_inputs]
     return _DENSE_CODES[form.dtype]

@@ -207,7 +207,7 @@ def test_parts_of_unlike_types_stand_side_by_side(tmp_path: Path) -> None:
         torch.testing.assert_close(fast.step(*rows)[0], slow.step(*rows, python=True)[0], atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("quantization", "allowed"), [("int8", 0.03), ("int4", 0.3)])
+@pytest.mark.parametrize(("quantization", "allowed"), [("int8", 0.05), ("int4", 0.3)])
 def test_rounding_at_load_stays_near_the_original(quantization: str, allowed: float, tmp_path: Path) -> None:
     folder = make_tiny_model("llama", tmp_path, num_hidden_layers=1)
     exact, rounded = load(folder), load(folder, quantization)

@@ -56,6 +56,32 @@ def test_product_equals_that_of_the_dequantized_matrix(form: str, shape: tuple[i
             torch.testing.assert_close(linear(x).double(), want, atol=3e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(48, 64), (1, 32), (33, 288), (200, 576)], ids=str)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16], ids=str)
+def test_integer_products_equal_those_of_rounded_inputs(scale_dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Extreme codes, too: a weight or input of the largest magnitude is +-127 in every group."""
+    torch.manual_seed(1)
+    weight = quantize(torch.randn(shape), 8, scale_dtype)
+    weight.q[0] = 127 * (1 - 2 * (torch.arange(shape[1]) % 2))
+    linear = packed(weight, torch.ones(shape[0]), rounds_inputs=True)
+    for rows in ROWS[1:]:
+        x = torch.randn(rows, shape[1]) * torch.logspace(-3, 3, shape[1])
+        x[:1] = 5.0
+        want = quantize(x, 8).dequantize().double() @ meaning(weight).T + 1
+        size = x.abs().double() @ meaning(weight).abs().T
+        assert ((linear(x).double() - want).abs() <= 1e-3 + 2e-6 * size).all()
+
+
+def test_integer_products_of_zeros_and_of_what_is_not_finite() -> None:
+    linear = packed(quantize(torch.randn(40, 64), 8), rounds_inputs=True)
+    x = torch.randn(4, 64)
+    x[0], x[1, 40], x[2, 3] = 0.0, torch.nan, torch.inf
+    y = linear(x)
+    assert (y[0] == 0).all()
+    assert y[1:3].isnan().all()
+    assert torch.equal(y[3:], linear(x[3:]))
+
+
 @pytest.mark.parametrize("num_inputs", [1, 31, 33, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_inputs_that_are_no_whole_groups(num_inputs: int, dtype: torch.dtype) -> None:
@@ -71,9 +97,10 @@ def test_strided_input_and_no_bias() -> None:
     torch.testing.assert_close(packed(weight)(x[:, ::2]), x[:, ::2] @ weight.T, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, "int8 integers", "int8 half integers"])
 def test_a_row_is_the_same_bits_whatever_is_beside_it(form: str) -> None:
-    linear = packed(stored_as(form, torch.randn(70, 320)), torch.randn(70))
+    name, integers = form.removesuffix(" integers"), form.endswith("integers")
+    linear = packed(stored_as(name, torch.randn(70, 320)), torch.randn(70), integers)
     x = torch.randn(150, 320)
     many = linear(x)
     for first, count in [(0, 1), (7, 1), (3, 2), (90, 3), (149, 1), (10, 4), (11, 5), (40, 20), (0, 97)]:
