@@ -39,6 +39,7 @@ from server.text.replies import ReplyMemory
 from server.text.structured import StructuredCompiler
 from server.text.template import ChatTemplate, TemplateError
 from server.text.tokenizer import Tokenizer
+from server.text.tools.check import ToolCheck
 from server.text.tools.registry import select_dialect
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
@@ -127,6 +128,7 @@ def assemble(loaded: Loaded, config: ServerConfig, metrics: Metrics | None = Non
         scheduler=scheduler,
         structured=structured,
         tool_dialect=dialect,
+        tool_check=ToolCheck(),
         reasoning=_reasoning(config.reasoning_parser, template_text),
         generation_defaults={name: loaded.generation[name] for name in _SAMPLING_DEFAULTS if name in loaded.generation},
         stop_token_ids=loaded.stop_token_ids,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from server.text.structured import StructuredCompiler
     from server.text.template import ChatTemplate
     from server.text.tokenizer import Tokenizer
+    from server.text.tools.check import ToolCheck
     from server.text.tools.dialect import ToolDialect
 
 
@@ -63,6 +64,7 @@ class Served:
         created: Unix time in whole seconds.
         template: None when the model has no chat template; chat is then refused.
         tool_dialect: how this model writes and reads tool calls.
+        tool_check: refuses tools that are none.
         reasoning: name of the reasoning parser, None for none.
         generation_defaults: sampling defaults of the model's `generation_config.json` (temperature, top_p, ...).
         stop_token_ids: the tokens that end an answer unless `ignore_eos`.
@@ -81,6 +83,7 @@ class Served:
     scheduler: Scheduler
     structured: StructuredCompiler
     tool_dialect: ToolDialect
+    tool_check: ToolCheck
     reasoning: str | None
     generation_defaults: Mapping[str, Any]
     stop_token_ids: frozenset[int]

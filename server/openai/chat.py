@@ -51,6 +51,7 @@ async def plan_chat(body: ChatRequest, arrival: Arrival, target: Target) -> Plan
     num_top = _num_top(body)
     style = logprob_style(body, num_top, "top_logprobs", config.max_logprobs)
     use = tool_use(body, notes)
+    await served.tool_check.check(use.tools)
     form = answer_form(body, use, served.tool_dialect, notes)
     view = rendering(body, served, use.shown, body.reasoning_effort, notes)
     prompt, prompt_ids = await render_and_encode(view, served, bool(body.add_special_tokens))

@@ -105,7 +105,7 @@ async def token_ids_of(body: PromptFields, state: ServerState, served: Served, n
     """The ids of a body's text, or of its conversation as chat would render it.
 
     Raises:
-        ApiError, TemplateError: neither or both were given, or they cannot be encoded as asked.
+        ApiError, GrammarError, TemplateError: neither or both were given, or they cannot be encoded as asked.
     """
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Give either prompt or messages.", "prompt")
@@ -113,5 +113,7 @@ async def token_ids_of(body: PromptFields, state: ServerState, served: Served, n
         prompts = await encode_prompts([body.prompt], served, body.add_special_tokens is not False)
         return list(prompts[0].token_ids)
     check_template_allowed(body, trusted=state.config.trust_request_chat_template)
-    view = rendering(body, served, wire_tools(body.tools or []), None, notes)
+    tools = wire_tools(body.tools or [])
+    await served.tool_check.check(tools)
+    view = rendering(body, served, tools, None, notes)
     return (await render_and_encode(view, served, bool(body.add_special_tokens)))[1]

@@ -72,10 +72,22 @@ def check_schema(schema: Any) -> None:
     """
     if not isinstance(schema, dict):
         raise SchemaError(f"a JSON Schema must be an object, not {_kind(schema)}", ())
-    _check_depth(schema)
-    _check_valid(schema)
+    check_valid(schema)
     for node in reachable(schema):
         _check_node(node)
+
+
+def check_valid(schema: Mapping[str, Any]) -> None:
+    """Check that `schema` is valid JSON Schema, of the draft that it names, whether or not it can be enforced.
+
+    Raises:
+        SchemaError: naming the keyword and its path.
+    """
+    _check_depth(schema)
+    try:
+        validator_for(schema, default=Draft202012Validator).check_schema(dict(schema))
+    except InvalidSchema as error:
+        raise SchemaError(f"not a valid JSON Schema: {error.message}", tuple(map(str, error.absolute_path))) from None
 
 
 def reachable(root: Mapping[str, Any]) -> Iterator[Node]:
@@ -151,13 +163,6 @@ def _check_depth(schema: Any) -> None:
             waiting.extend((inner, depth + 1) for inner in value.values())
         elif isinstance(value, list):
             waiting.extend((inner, depth + 1) for inner in value)
-
-
-def _check_valid(schema: dict[str, Any]) -> None:
-    try:
-        validator_for(schema, default=Draft202012Validator).check_schema(schema)
-    except InvalidSchema as error:
-        raise SchemaError(f"not a valid JSON Schema: {error.message}", tuple(map(str, error.absolute_path))) from None
 
 
 def _check_node(node: Node) -> None:

@@ -23,6 +23,7 @@ from server.state import Served, ServerState
 from server.text.reasoning import detect_reasoning
 from server.text.structured import StructuredCompiler
 from server.text.template import ChatTemplate
+from server.text.tools.check import ToolCheck
 from server.text.tools.registry import select_dialect
 from tests.fakes.byte_tokenizer import EOS_ID, byte_tokenizer
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -133,6 +134,7 @@ async def running(
         scheduler=loop,
         structured=StructuredCompiler(tokenizer, tokenizer.vocab_size, frozenset({EOS_ID})),
         tool_dialect=select_dialect(config.tool_call_parser, template),
+        tool_check=ToolCheck(),
         reasoning=None if reasoning == "none" else reasoning,
         generation_defaults={},
         stop_token_ids=frozenset({EOS_ID}),
