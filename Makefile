@@ -10,6 +10,8 @@ TORCH_SPEC ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.9,torch==
 PIP_ARGS   ?=
 HOST       ?= 127.0.0.1
 PORT       ?= 8000
+# Test processes side by side; 0 for one alone, as a debugger wants it.
+WORKERS    ?= auto
 ARGS       ?=
 
 RUN   := $(VENV)/bin/python
@@ -32,7 +34,7 @@ serve: setup
 	exec $(VENV)/bin/quire serve --host $(HOST) --port $(PORT) $(ARGS)
 
 test: setup
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: setup
 	$(RUN) -m ruff format --check .
@@ -40,7 +42,7 @@ check: setup
 	$(RUN) -m mypy
 	$(RUN) -m pytest tests/architecture
 	$(RUN) -m tests.sanitize
-	$(RUN) -m pytest --ignore=tests/architecture $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --ignore=tests/architecture $(ARGS)
 
 # The native kernels under address and undefined-behaviour sanitizers, for each instruction set that runs here.
 sanitize: setup
