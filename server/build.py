@@ -34,6 +34,7 @@ from server.flags import ConfigError
 from server.kv_events import EventSettings, KVEvents
 from server.metrics import Metrics, ModelLabels
 from server.state import Served
+from server.text.own_template import OwnTemplates
 from server.text.reasoning import detect_reasoning, reasoning_parsers
 from server.text.replies import ReplyMemory
 from server.text.structured import StructuredCompiler
@@ -125,6 +126,7 @@ def assemble(loaded: Loaded, config: ServerConfig, metrics: Metrics | None = Non
         created=int(time.time()),
         tokenizer=loaded.tokenizer,
         template=loaded.template,
+        own_templates=OwnTemplates(loaded.tokenizer.special_tokens),
         scheduler=scheduler,
         structured=structured,
         tool_dialect=dialect,

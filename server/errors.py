@@ -28,6 +28,7 @@ from scheduler.errors import (
     SchedulerError,
     Unhealthy,
 )
+from server.text.own_template import OwnTemplateError
 from server.text.structured import NUM_THREADS, CompilerBusy, GrammarError
 from server.text.template import TemplateError
 
@@ -175,6 +176,10 @@ def _template(error: Exception) -> ApiError:
     return bad_request(f"The chat template refused this conversation: {error}", "messages")
 
 
+def _own_template(error: Exception) -> ApiError:
+    return bad_request(f"The request's own chat template failed: {error}", "chat_template")
+
+
 TABLE: Mapping[type[Exception], Callable[[Exception], ApiError]] = {
     ContextTooLong: _context,
     NeverFits: _context,
@@ -188,6 +193,7 @@ TABLE: Mapping[type[Exception], Callable[[Exception], ApiError]] = {
     GrammarError: _grammar,
     CompilerBusy: _compiler_busy,
     TemplateError: _template,
+    OwnTemplateError: _own_template,
 }
 """Exception -> what the client is told. The most derived class counts."""
 

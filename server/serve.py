@@ -194,6 +194,7 @@ class Service:
             await _first(_watch(loop, served.scheduler, self.state), signals.first.wait())
             await self._drain(served.scheduler, loop, signals)
         finally:
+            await served.own_templates.close()
             served.structured.close()
             loaded.engine.close()
         return 0

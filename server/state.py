@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from scheduler.loop import Scheduler
     from server.config import ServerConfig
     from server.limits import KeyRing
+    from server.text.own_template import OwnTemplates
     from server.text.replies import ReplyMemory
     from server.text.structured import StructuredCompiler
     from server.text.template import ChatTemplate
@@ -63,6 +64,7 @@ class Served:
         model_names: the names clients may ask for; the first one is shown in answers.
         created: Unix time in whole seconds.
         template: None when the model has no chat template; chat is then refused.
+        own_templates: renders templates that requests bring.
         tool_dialect: how this model writes and reads tool calls.
         tool_check: refuses tools that are none.
         reasoning: name of the reasoning parser, None for none.
@@ -80,6 +82,7 @@ class Served:
     created: int
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    own_templates: OwnTemplates
     scheduler: Scheduler
     structured: StructuredCompiler
     tool_dialect: ToolDialect

@@ -90,12 +90,14 @@ def check_template_allowed(body: ChatPromptFields, *, trusted: bool) -> None:
 
 async def render_and_encode(view: Rendering, served: Served, add_special_tokens: bool) -> tuple[str, list[int]]:
     """The prompt's text and its token ids, a BOS never doubled. Raises TemplateError."""
+    own = None if view.template is not None else await served.own_templates.render(view.source, view.arguments)
 
     def work() -> tuple[str, list[int]]:
-        text = view.render()
+        text = view.template.render(**view.arguments) if view.template is not None else own or ""
         return text, served.tokenizer.encode_rendered(text, add_special_tokens=add_special_tokens)
 
-    return await asyncio.to_thread(work) if view.num_characters > THREAD_CHARACTERS else work()
+    num_characters = view.num_characters if own is None else len(own)
+    return await asyncio.to_thread(work) if num_characters > THREAD_CHARACTERS else work()
 
 
 def _num_top(body: ChatRequest) -> int | None:

@@ -20,6 +20,9 @@ RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
 )
 
+MESSAGE_CHARACTERS = 40
+"""What a message costs besides its content: its role, its markers, a turn of the template's loop."""
+
 
 class ChatPromptFields(Protocol):
     """The fields that decide a chat prompt; chat and tokenize bodies have them."""
@@ -34,9 +37,13 @@ class ChatPromptFields(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """A template and everything to render it with; `render` may run in any thread."""
+    """A template and everything to render it with; `render` may run in any thread.
 
-    template: ChatTemplate
+    `template` is None for one that the request brought: `server.text.own_template` renders its `source`.
+    """
+
+    source: str
+    template: ChatTemplate | None
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     documents: list[dict[str, Any]] | None
@@ -44,21 +51,22 @@ class Rendering:
     continue_final_message: bool
     variables: Mapping[str, Any]
 
-    def render(self) -> str:
-        """The prompt's text. Raises TemplateError."""
-        return self.template.render(
-            self.messages,
-            tools=self.tools,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-            documents=self.documents,
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `ChatTemplate.render` takes."""
+        return {
+            "messages": self.messages,
+            "tools": self.tools,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "documents": self.documents,
             **self.variables,
-        )
+        }
 
     @property
     def num_characters(self) -> int:
         """Roughly how much text this is."""
-        return sum(len(str(message.get("content"))) for message in self.messages)
+        return sum(MESSAGE_CHARACTERS + len(str(message.get("content"))) for message in self.messages)
 
     @property
     def open_content(self) -> str | None:
@@ -75,23 +83,23 @@ def rendering(
     Raises:
         ApiError: the fields contradict each other, or the model has no template.
     """
-    template = _template(body, served)
-    messages = served.tool_dialect.render_messages(wire_messages(body.messages, template.source), tools)
+    template = None if body.chat_template is not None else _served_template(served)
+    source = template.source if template is not None else body.chat_template or ""
+    messages = served.tool_dialect.render_messages(wire_messages(body.messages, source), tools)
     shown = None if served.tool_dialect.needs_prompt else [tool.as_openai() for tool in tools] or None
     return Rendering(
+        source=source,
         template=template,
         messages=messages,
         tools=shown,
-        documents=_documents(body, template.source, notes),
+        documents=_documents(body, source, notes),
         add_generation_prompt=_opens_turn(body),
         continue_final_message=bool(body.continue_final_message),
-        variables=_variables(body, template.source, effort, notes),
+        variables=_variables(body, source, effort, notes),
     )
 
 
-def _template(body: ChatPromptFields, served: Served) -> ChatTemplate:
-    if body.chat_template is not None:
-        return ChatTemplate(body.chat_template, served.tokenizer)
+def _served_template(served: Served) -> ChatTemplate:
     if served.template is None:
         raise bad_request("This model has no chat template; use /v1/completions or serve it with --chat-template.")
     return served.template

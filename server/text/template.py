@@ -22,7 +22,7 @@ from jinja2.utils import Namespace
 
 Message = dict[str, Any]
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-_MAX_CHARS = 64 * 1024 * 1024
+MAX_CHARS = 64 * 1024 * 1024
 
 
 class TemplateError(ValueError):
@@ -48,10 +48,16 @@ class ChatTemplate:
         tokenizer: HasSpecialTokens,
         *,
         time_limit_s: float = 10.0,
+        max_chars: int = MAX_CHARS,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Compile `source`. Rendering is given up after `time_limit_s`. Raises TemplateError for a syntax error."""
+        """Compile `source`. Rendering is given up after `time_limit_s`, or `max_chars` of text.
+
+        Raises:
+            TemplateError: a syntax error.
+        """
         self.source = source
+        self._max_chars = max_chars
         self._special_tokens = dict(tokenizer.special_tokens)
         self._environment = _Environment(time_limit_s, now)
         try:
@@ -100,8 +106,8 @@ class ChatTemplate:
         try:
             for part in self._template.generate(variables):
                 num_chars += len(part)
-                if num_chars > _MAX_CHARS:
-                    raise TemplateError(f"the chat template wrote more than {_MAX_CHARS} characters")
+                if num_chars > self._max_chars:
+                    raise TemplateError(f"the chat template wrote more than {self._max_chars} characters")
                 parts.append(part)
         except jinja2.TemplateError as error:
             raise TemplateError(error.message or str(error)) from error

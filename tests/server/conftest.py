@@ -20,6 +20,7 @@ from server.config import ServerConfig
 from server.limits import KeyRing
 from server.metrics import Metrics
 from server.state import Served, ServerState
+from server.text.own_template import OwnTemplates
 from server.text.reasoning import detect_reasoning
 from server.text.structured import StructuredCompiler
 from server.text.template import ChatTemplate
@@ -131,6 +132,7 @@ async def running(
         created=1,
         tokenizer=tokenizer,
         template=ChatTemplate(template, tokenizer) if template else None,
+        own_templates=OwnTemplates(tokenizer.special_tokens),
         scheduler=loop,
         structured=StructuredCompiler(tokenizer, tokenizer.vocab_size, frozenset({EOS_ID})),
         tool_dialect=select_dialect(config.tool_call_parser, template),
@@ -157,6 +159,7 @@ async def running(
     await asyncio.wait_for(task, 5)
     fake.sampler.close()
     model.structured.close()
+    await model.own_templates.close()
 
 
 Runner = Callable[..., Any]

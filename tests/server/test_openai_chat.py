@@ -64,6 +64,16 @@ async def test_bad_messages(bench: Bench, messages: Any) -> None:
         assert error["param"].startswith("messages")
 
 
+@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+async def test_a_part_of_another_modality_is_known_and_refused_by_name(bench: Bench, role: str, kind: str) -> None:
+    parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "data:,"}}]
+    error = invalid(await bench.post("/v1/chat/completions", {"messages": [{"role": role, "content": parts}]}))
+    assert error["param"] == "messages.0.content.1"
+    assert "takes text only" in error["message"]
+    assert f"'{kind}'" in error["message"]
+
+
 async def test_missing_messages(bench: Bench) -> None:
     assert invalid(await bench.post("/v1/chat/completions", {"model": "tiny"}))["param"] == "messages"
 

@@ -2,9 +2,13 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from server.openai.schema.base import Wire, needed, optional
+
+OTHER_PARTS = frozenset({"image_url", "image", "input_audio", "audio_url", "video_url", "file", "input_image"})
+"""Kinds of content that other models take."""
 
 
 class TextPart(Wire):
@@ -21,6 +25,15 @@ class RefusalPart(Wire):
     passed_on: ClassVar[bool] = True
     type: Literal["refusal"] = needed("Kind of part.", "refusal")
     refusal: str = needed("The refusal.", "I can't help with that.")
+
+
+def _text_only(part: Any) -> Any:
+    """Say of a part that OpenAI or vLLM knows why it is refused; what else is wrong is for the part's own model."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in OTHER_PARTS:
+        message = "this model takes text only; content of type '{kind}' is known, but not served"
+        raise PydanticCustomError("modality", message, {"kind": kind})
+    return part
 
 
 class FunctionCall(Wire):
@@ -45,7 +58,8 @@ class _Named(Wire):
     name: str | None = optional("A name that tells participants of one role apart.", "anna")
 
 
-Text = str | list[TextPart]
+Text = str | list[Annotated[TextPart, BeforeValidator(_text_only)]]
+Said = str | list[Annotated[TextPart | RefusalPart, Discriminator("type"), BeforeValidator(_text_only)]]
 
 
 class SystemMessage(_Named):
@@ -73,9 +87,7 @@ class AssistantMessage(_Named):
     """What the model said before, or (with `continue_final_message`) the beginning of what it shall say."""
 
     role: Literal["assistant"] = needed("Who speaks.", "assistant")
-    content: str | list[Annotated[TextPart | RefusalPart, Discriminator("type")]] | None = optional(
-        "A string or parts; may be null beside tool calls.", "The Rhine."
-    )
+    content: Said | None = optional("A string or parts; may be null beside tool calls.", "The Rhine.")
     refusal: str | None = optional("What the assistant refused, in its own words.", "I can't help with that.")
     reasoning_content: str | None = optional("How it came to that.", "The user wants a river.")
     tool_calls: list[ToolCall] | None = optional("The calls it made.", [])
