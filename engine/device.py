@@ -48,11 +48,14 @@ def _cuda_device(device: torch.device) -> torch.device:
     return torch.device("cuda", index if named else torch.cuda.current_device())
 
 
-def resolve_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def resolve_dtype(
+    name: str, checkpoint_dtype: torch.dtype, device: torch.device, has_kernels: bool = False
+) -> torch.dtype:
     """`auto` is the checkpoint's dtype where the device computes it well, else the nearest one it does.
 
-    A CPU computes bfloat16 well only with instructions for it, and float16 never; there float32 is both exact and
-    faster. GPUs before Ampere lack bfloat16 and take float16.
+    A CPU with native kernels (`has_kernels`) computes in float32 on weights of any form. Without them torch computes
+    bfloat16 well only with instructions for it, and float16 never; there float32 is both exact and faster. GPUs before
+    Ampere lack bfloat16 and take float16.
 
     Raises:
         LoadError: an unknown name.
@@ -62,7 +65,7 @@ def resolve_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device
             raise LoadError(f"no dtype {name!r}; there are: auto, {', '.join(_DTYPES)}")
         return _DTYPES[name]
     if device.type == "cpu":
-        bf16_is_fast = checkpoint_dtype == torch.bfloat16 and cpu_computes_bf16()
+        bf16_is_fast = not has_kernels and checkpoint_dtype == torch.bfloat16 and cpu_computes_bf16()
         return torch.bfloat16 if bf16_is_fast else torch.float32
     if checkpoint_dtype == torch.bfloat16 and device.type == "cuda" and not cuda_computes_bf16(device):
         return torch.float16

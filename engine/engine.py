@@ -28,6 +28,7 @@ from engine.memory import DeviceMemory, check_weights_fit, gib, pool_blocks
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, read_checkpoint_dtype, read_spec, weight_bytes_of
 from engine.models.spec import DecoderSpec
+from engine.native import find_native
 from engine.runner import Launched, Parts, Runner
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import Sampler
@@ -76,7 +77,8 @@ class Engine:
             OutOfMemoryAtLoad: it does not fit; with what was needed and what fits.
         """
         device = resolve_device(config.device)
-        dtype = resolve_dtype(config.dtype, read_checkpoint_dtype(source), device)
+        has_kernels = device.type == "cpu" and find_native(progress) is not None
+        dtype = resolve_dtype(config.dtype, read_checkpoint_dtype(source), device, has_kernels)
         set_threads(config.threads)
         spec = read_spec(source)
         max_model_len = _context_of(config, spec)

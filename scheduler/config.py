@@ -25,6 +25,8 @@ class SchedulerConfig:
         prefix_pin_share: share of the pool that blocks of requests with a pin key may be kept in; 0 pins nothing.
         forecast_admission: let in only what should fit together with what the running sequences may still generate.
         max_preemptions: a sequence that lost its blocks so often comes back only when all it may need fits.
+        decode_stretch: beside streams, a step with prompt tokens may take about so many times as long as without; see
+            `scheduler.pace`. None for no limit.
         max_steps_in_flight: 1 plans a step when the one before is done; 2 already while it runs.
         max_engine_failures: consecutive failed steps after which the loop turns unhealthy.
         check_invariants: run the pool's and the scheduler's checks whenever idle.
@@ -41,6 +43,7 @@ class SchedulerConfig:
     prefix_pin_share: float = 0.0
     forecast_admission: bool = True
     max_preemptions: int = 3
+    decode_stretch: float | None = None
     max_steps_in_flight: int = 1
     max_engine_failures: int = 3
     check_invariants: bool = False
@@ -55,5 +58,7 @@ class SchedulerConfig:
                 raise ValueError(f"{name} must be at least {lowest}, got {limit}")
         if self.max_steps_in_flight not in (1, 2):
             raise ValueError(f"max_steps_in_flight must be 1 or 2, got {self.max_steps_in_flight}")
+        if self.decode_stretch is not None and self.decode_stretch < 1.0:
+            raise ValueError(f"decode_stretch must be at least 1, got {self.decode_stretch}")
         if not 0.0 <= self.prefix_pin_share <= 1.0:
             raise ValueError(f"prefix_pin_share must be within 0..1, got {self.prefix_pin_share}")

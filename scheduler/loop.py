@@ -36,7 +36,8 @@ from scheduler.handle import RequestHandle, RequestTimes
 from scheduler.kv_report import KVReport, LookupMeter, report
 from scheduler.observer import Observer, Observers, StepReport
 from scheduler.offload import Backing, Offload
-from scheduler.outlook import Foresight, Question
+from scheduler.outlook import Foresight, Meters, Question
+from scheduler.pace import PaceMeter
 from scheduler.planner import Plan, Planner
 from scheduler.queue import policy_order
 from scheduler.request import FinishReason, Request
@@ -78,17 +79,16 @@ class Scheduler:
         self._backing = backing or Backing()
         forecast, listener = LengthForecast(), self._backing.listener
         self._arrivals = ArrivalMeter()
-        self._lookups = LookupMeter()
-        self._observer = Observers(
-            self._meter, forecast, self._arrivals, self._lookups, *([observer] if observer else [])
-        )
+        self._lookups, pace = LookupMeter(), PaceMeter(config.decode_stretch)
+        meters = (self._meter, forecast, self._arrivals, self._lookups, pace)
+        self._observer = Observers(*meters, *([observer] if observer else []))
         self._offload = Offload(self._backing.tier)
         self._journal = PrefixJournal(self._clock.now)
         listeners = PrefixListeners(self._journal, *([listener] if listener else []))
         running = RunningSet(pool, config, self._offload, forecast, listeners)
         self._roster = Roster(running, self._offload, self._journal, self._clock, self._observer)
-        self._foresight = Foresight(self._roster, pool, config, forecast, self._arrivals)
-        self._planner = Planner(self._roster, config)
+        self._foresight = Foresight(self._roster, pool, config, Meters(forecast, self._arrivals, pace))
+        self._planner = Planner(self._roster, config, pace)
         self._committer = Committer(self._roster, self._clock, self._observer)
         self._admission = Admission(config, pool.num_blocks)
         self._wake = asyncio.Event()

@@ -12,6 +12,7 @@ from kvpool.prefix import extend_chain
 from kvpool.table import blocks_for
 from scheduler.config import SchedulerConfig
 from scheduler.forecast import ArrivalMeter, LengthForecast
+from scheduler.pace import PaceMeter
 from scheduler.predict import Arrivals, Load, Outlook, StepClock
 from scheduler.request import Request
 from scheduler.roster import Roster
@@ -36,23 +37,26 @@ class Question:
     num_concurrent: int
 
 
+@dataclass(frozen=True, slots=True)
+class Meters:
+    """What was learned of lengths, arrivals and steps."""
+
+    forecast: LengthForecast
+    arrivals: ArrivalMeter
+    pace: PaceMeter
+
+
 class Foresight:
     """Takes pictures of one scheduler."""
 
-    def __init__(
-        self,
-        roster: Roster,
-        pool: BlockPool,
-        config: SchedulerConfig,
-        forecast: LengthForecast,
-        arrivals: ArrivalMeter,
-    ) -> None:
+    def __init__(self, roster: Roster, pool: BlockPool, config: SchedulerConfig, meters: Meters) -> None:
         self.step_clock = StepClock()
         self._roster = roster
         self._pool = pool
         self._config = config
-        self._forecast = forecast
-        self._arrivals = arrivals
+        self._forecast = meters.forecast
+        self._arrivals = meters.arrivals
+        self._pace = meters.pace
 
     def question(self, request: Request, now_s: float, step_running_s: float | None) -> Question:
         """The picture of now; `step_running_s` is how long the step in flight has run, None when none is."""
@@ -79,6 +83,7 @@ class Foresight:
             waiting=tuple(self._waiting(s, _share(i)) for i, s in enumerate(chain(self._roster.queue, held))),
             num_slots=self._config.max_num_seqs,
             num_step_tokens=self._config.max_num_batched_tokens,
+            num_beside_streams=None if self._pace.pace is None else self._pace.pace.num_prompt_tokens,
             num_pool_tokens=(self._pool.num_spare + sum(own.values())) * size,
             times=times,
             step_left_s=left_s,

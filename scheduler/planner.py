@@ -2,7 +2,7 @@
 
 Knows budget, queue and running set; knows no engine. Order of effects, fixed:
 
-    1. share out    tokens: first who is about to give output, then longer gaps in policy order
+    1. share out    tokens: first who is about to give output, then longer gaps in policy order, at their `pace`
     2. make room    blocks: in policy order; whoever is behind gives way
     3. let in       from the queue's head while tokens, blocks and slots last; not in a step that preempted
     4. save         what the pool took from the cache for all this; with nothing else to do, what a crash would lose
@@ -19,6 +19,7 @@ from kvpool.table import BlockCopy
 from scheduler.budget import TokenBudget, allot
 from scheduler.config import SchedulerConfig
 from scheduler.offload import Save
+from scheduler.pace import PaceMeter
 from scheduler.preemption import make_room
 from scheduler.roster import Roster
 from scheduler.sequence import Sequence, SequenceState
@@ -82,8 +83,9 @@ class _Sketch:
 class Planner:
     """Makes plans from the roster, and changes it as they ask: sequences enter, grow, and are preempted."""
 
-    def __init__(self, roster: Roster, config: SchedulerConfig) -> None:
+    def __init__(self, roster: Roster, config: SchedulerConfig, pace: PaceMeter) -> None:
         self._roster = roster
+        self._pace = pace
         self._num_step_tokens = config.max_num_batched_tokens
         self._num_steps = 0
 
@@ -92,7 +94,7 @@ class Planner:
         assert not self._roster.is_step_in_flight, "beside a step in flight, only what is certain may be planned"
         self._roster.running.new_step()
         while True:
-            sketch = _Sketch(TokenBudget(self._num_step_tokens))
+            sketch = _Sketch(self._budget())
             did_preempt = self._serve_running(sketch)
             if not did_preempt:
                 self._let_in(sketch)
@@ -111,7 +113,7 @@ class Planner:
         if any(s.is_drafting and s.num_flying for s in running.sequences):
             return None
         running.new_step()
-        sketch = _Sketch(TokenBudget(self._num_step_tokens))
+        sketch = _Sketch(self._budget())
         grants = allot((s for s in running.sequences if s.state is SequenceState.RUNNING), sketch.budget)
         if not running.has_room_for_all(grants):
             return None
@@ -119,6 +121,17 @@ class Planner:
             sketch.add_row(sequence, num_tokens)
         self._let_in(sketch)
         return self._freeze(sketch, self._roster.offload.take_saves()) if sketch.rows else None
+
+    def _budget(self) -> TokenBudget:
+        """Tokens of the next step. Beside sequences that stream, prompts get no more than the pace allows."""
+        running, num_left = self._roster.running, self._num_step_tokens
+        streams = [s.num_ready for s in running.sequences if s.is_caught_up and s.num_ready]
+        num_free = min(len(self._roster.queue), running.num_free_slots)
+        num_reading = len(running.sequences) - len(streams) + num_free
+        num_prompt_tokens = self._pace.num_prompt_tokens(len(streams), num_reading)
+        if num_prompt_tokens is not None:
+            num_left = min(num_left, sum(streams) + num_prompt_tokens)
+        return TokenBudget(num_left)
 
     def _serve_running(self, sketch: _Sketch) -> bool:
         """Give rows to running sequences; True when that preempted any."""

@@ -3,7 +3,7 @@
 Knows lengths, token counts and how long steps take; knows no blocks, tables or engine, and changes nothing: `predict`
 works on a frozen picture and may run in any thread. The same rules as the planner's, in tokens instead of blocks:
 
-    a step     one token for each sequence about to give output, then longer gaps in order, within the step's budget
+    a step     one token for each sequence about to give output, then longer gaps in order, within budget and `pace`
     entering   in order, while a slot is free and what is held stays within the pool at its peak (`forecast`)
     arriving   others come behind the request asked about, as often as of late
     a step's duration = base + per token * tokens             fitted to the steps that were measured
@@ -13,7 +13,7 @@ Steps in which nothing changes are taken together, so the work grows with sequen
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -106,6 +106,8 @@ class Outlook:
         times: None when no step has been measured.
         step_left_s: what the step in flight should still take.
         arrivals: None when nobody else is expected.
+        num_beside_streams: prompt tokens that a step may compute beside so many streams, for so many sequences that
+            read their prompts or could; None for no limit.
     """
 
     running: tuple[Load, ...]
@@ -116,6 +118,7 @@ class Outlook:
     times: StepTimes | None
     step_left_s: float = 0.0
     arrivals: Arrivals | None = None
+    num_beside_streams: Callable[[int, int], int] | None = None
 
     def fits_now(self, load: Load) -> bool:
         """Whether a request would enter with the next step."""
@@ -201,7 +204,7 @@ class _Play:
 
     def _share_out(self) -> list[tuple[_Runner, int]]:
         """Tokens of the next step: who is about to give output, then gaps in order, then newcomers."""
-        budget = self._outlook.num_step_tokens
+        budget = self._budget()
         grants: list[tuple[_Runner, int]] = []
         for runner in sorted(self._running, key=lambda runner: runner.gap > 1):
             budget -= _grant(grants, runner, budget)
@@ -210,6 +213,15 @@ class _Play:
             self._enter(runner)
             budget -= _grant(grants, runner, budget)
         return grants
+
+    def _budget(self) -> int:
+        """Tokens of the next step; see `scheduler.pace`."""
+        num_streams, beside = sum(runner.gap == 1 for runner in self._running), self._outlook.num_beside_streams
+        num_free = min(len(self._waiting), self._outlook.num_slots - len(self._running))
+        num_reading = len(self._running) - num_streams + num_free
+        if beside is None or not num_streams or not num_reading:
+            return self._outlook.num_step_tokens
+        return min(self._outlook.num_step_tokens, num_streams + beside(num_streams, num_reading))
 
     def _may_enter(self, runner: _Runner) -> bool:
         if not self._running:

@@ -183,6 +183,7 @@ def _scheduler(loaded: Loaded, config: ServerConfig, observer: Observer) -> Sche
         prefix_pin_share=config.prefix_pin_budget,
         forecast_admission=config.forecast_admission,
         max_preemptions=config.max_preemptions,
+        decode_stretch=config.decode_stretch,
         max_steps_in_flight=config.max_steps_in_flight or (2 if info.device.startswith("cuda") else 1),
     )
     events = _kv_events(loaded, config)

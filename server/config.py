@@ -129,6 +129,12 @@ class ServerConfig:
     max_preemptions: int = flag(
         3, "a sequence that lost its KV so often comes back to stay (3)", integer(0), metavar="N"
     )
+    decode_stretch: float = flag(
+        1.5,
+        "how many times as long streams may wait for a token while a prompt is read; 1000: no limit (1.5)",
+        number(1),
+        metavar="TIMES",
+    )
     max_steps_in_flight: int | None = flag(
         None,
         "1: a step is planned when the one before is done; 2: already while it runs (2 on a GPU, else 1)",

@@ -66,6 +66,7 @@ def test_auto_dtype_on_a_cpu(checkpoint: torch.dtype, bf16_cpu: bool, monkeypatc
     monkeypatch.setattr(device_module, "cpu_computes_bf16", lambda: bf16_cpu)
     expected = torch.bfloat16 if bf16_cpu and checkpoint == torch.bfloat16 else torch.float32
     assert resolve_dtype("auto", checkpoint, CPU) == expected
+    assert resolve_dtype("auto", checkpoint, CPU, has_kernels=True) == torch.float32
 
 
 @pytest.mark.parametrize("bf16_gpu", [True, False])

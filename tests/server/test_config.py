@@ -54,7 +54,7 @@ def test_every_setting_can_come_from_flag_variable_and_file(tmp_path):
         "scheduling_policy": "priority",
         "prefix_pin_budget": "0.25", "kv_host_memory": "1GiB", "kv_disk_path": "kv", "kv_disk_size": "5GiB",
         "kv_events_endpoint": "tcp://*:5557", "kv_events_replay_endpoint": "tcp://*:5558", "kv_events_topic": "kv",
-        "forecast_admission": "false", "max_preemptions": "2", "max_steps_in_flight": "2",
+        "forecast_admission": "false", "max_preemptions": "2", "decode_stretch": "2", "max_steps_in_flight": "2",
         "attention_backend": "reference", "chat_template": "{{ messages }}", "generation_config": "none",
         "trust_request_chat_template": "true", "tool_call_parser": "hermes", "reasoning_parser": "think",
         "max_logprobs": "5", "strict_params": "yes", "allowed_origins": "*", "max_request_bytes": "1MB",
