@@ -27,7 +27,7 @@ MAX_RIVALS = 64
 class MissReason(StrEnum):
     """Why no more of a prompt was found."""
 
-    TOO_SHORT = "too_short"  # it does not fill a block
+    TOO_SHORT = "too_short"  # it does not fill a block, or what was known of it did not fill the next one
     SALT = "salt"  # its first block is known, under another salt
     ADAPTER = "adapter"  # its first block is known, under another adapter, model or template
     EVICTED = "evicted"  # the next block was known, and had to make room
@@ -120,6 +120,8 @@ class PrefixJournal(NullPrefixListener):
         block = array("i", chain.token_ids[position : position + block_size])
         if num_blocks == 0 and (reason := self._foreign(chain, block)):
             return Miss(reason, 0)
+        if num_blocks and not self._followers.get(chain.digests[num_blocks - 1]):
+            return Miss(MissReason.TOO_SHORT, position)
         return Miss(MissReason.NEVER_SEEN, position + self._num_alike(chain, num_blocks, block))
 
     def most_shared(self, count: int) -> list[SharedPrefix]:

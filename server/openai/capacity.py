@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from engine.sampling.params import SamplingParams
 from kvpool.prefix import namespace_root
-from scheduler.errors import RequestRefused
+from scheduler.errors import ContextTooLong, RequestRefused
 from scheduler.outlook import Question
 from scheduler.predict import predict
 from scheduler.request import Request
@@ -46,13 +46,16 @@ async def capacity(request: HTTPRequest) -> Response:
         return Response(status_code=CLIENT_CLOSED)
     check_model(body.model, served)
     asked = await _asked(body, state, served, notes)
+    num_prompt = body.prompt_tokens or len(asked.prompt_ids)
     try:
+        if num_prompt > served.max_model_len:
+            raise ContextTooLong(num_prompt, asked.max_tokens, served.max_model_len)
         question = served.scheduler.foresee(asked)
     except RequestRefused as error:
         foreseen: dict[str, Any] = _refused(error)
     else:
         foreseen = await _foreseen(question)
-    head = {"object": "capacity", "prompt_tokens": len(asked.prompt_ids), "max_tokens": asked.max_tokens}
+    head = {"object": "capacity", "prompt_tokens": num_prompt, "max_tokens": asked.max_tokens}
     return JSONResponse({**head, **foreseen, "load": _load(served)}, headers=notes.headers())
 
 
@@ -66,7 +69,7 @@ async def _asked(body: CapacityRequest, state: ServerState, served: Served, note
     elif body.prompt is not None or body.messages is not None:
         raise bad_request("Give one of prompt, messages and prompt_tokens.", "prompt_tokens")
     else:
-        prompt_ids = (0,) * min(body.prompt_tokens, served.max_model_len + 1)
+        prompt_ids = (0,) * min(body.prompt_tokens, served.max_model_len + 1)  # what is longer is refused by its number
     if not prompt_ids:
         raise bad_request("The prompt has no tokens; there is nothing to continue.", "prompt")
     return Request(

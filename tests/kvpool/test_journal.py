@@ -50,6 +50,14 @@ def test_too_short_for_a_block(journal: PrefixJournal) -> None:
     assert journal.explain(chain([1, 2, 3]), 0, SIZE) == Miss(MissReason.TOO_SHORT, 0)
 
 
+def test_what_was_known_did_not_fill_the_next_block(journal: PrefixJournal) -> None:
+    store(journal, chain([1, 2, 3, 4, 5, 6]))
+    longer = chain([1, 2, 3, 4, 5, 6, 7, 8])
+    assert journal.explain(longer, 1, SIZE) == Miss(MissReason.TOO_SHORT, 4)
+    store(journal, longer)
+    assert journal.explain(chain([1, 2, 3, 4, 5, 6, 7, 9]), 1, SIZE) == Miss(MissReason.NEVER_SEEN, 7)
+
+
 @pytest.mark.parametrize("position", range(12))
 def test_the_first_token_that_differs(journal: PrefixJournal, position: int) -> None:
     known = list(range(12))

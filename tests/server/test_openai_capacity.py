@@ -76,6 +76,9 @@ async def test_what_would_be_refused() -> None:
         assert not got["accepted"]
         assert got["refusal"]["code"] == "context_length_exceeded"
         assert (got["predicted"], got["concurrent"], got["fits_now"]) == (None, None, False)
+        got = await ask(bench, prompt_tokens=10**12)
+        assert got["prompt_tokens"] == 10**12
+        assert f"{10**12} prompt tokens" in got["refusal"]["message"]
         tasks = [asyncio.create_task(bench.complete("a" * 20, max_tokens=5)) for _ in range(2)]
         await bench.steps(1)
         await asyncio.sleep(0.01)
