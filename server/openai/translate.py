@@ -254,9 +254,7 @@ def _fit(
     only_scores = ask.max_tokens is not None and ask.max_tokens.value == 0
     if room < (0 if only_scores else 1):
         raise context_exceeded(len(prompt_ids), limit, param)
-    if ask.max_tokens is None:
-        return prompt_ids, room
-    wanted = int(ask.max_tokens.value)
+    wanted = room if ask.max_tokens is None else int(ask.max_tokens.value)
     if wanted > room:
         why = f"{len(prompt_ids)} prompt tokens leave {room} of the context's {limit}"
         notes.changed(ask.max_tokens_param, wanted, room, why)

@@ -27,6 +27,8 @@ WRONG_VALUES = [
     ("frequency_penalty", -3),
     ("presence_penalty", 2.5),
     ("seed", 2**63),
+    ("min_tokens", 2**63),
+    ("min_tokens", 2**62),  # more than the context has room for, max_tokens given or not
     ("seed", 1.5),
     ("n", 0),
     ("n", -1),

@@ -37,7 +37,7 @@ class StopFields(Wire):
     """When an answer ends."""
 
     max_tokens: int | None = optional("The most tokens of an answer.", 64, ge=0)
-    min_tokens: int | None = optional("No stop token before that many.", 4, ge=0)
+    min_tokens: int | None = optional("No stop token before that many.", 4, ge=0, lt=INT64)
     stop: SomeText | Stops | None = optional("Up to 16 texts that end the answer.", ["\n\n"])
     stop_token_ids: list[TokenId] | None = optional("Tokens that end the answer.", [2])
     ignore_eos: bool | None = optional("Go on after the model's end token.", False)
