@@ -13,7 +13,6 @@ from engine.errors import LoadError
 from engine.models.families import spec_from_gguf, spec_from_hf_config
 from engine.models.spec import DecoderSpec
 from engine.weights.checkpoint import ModelSource, resolve_model
-from engine.weights.gguf_header import read_gguf_header
 
 WEIGHT_BITS = MappingProxyType(
     {
@@ -93,7 +92,7 @@ def _mlp_parameters(spec: DecoderSpec) -> int:
 
 def _read_spec(source: ModelSource) -> DecoderSpec:
     if source.kind == "gguf":
-        return spec_from_gguf(read_gguf_header(source.path))
+        return spec_from_gguf(source.gguf_header)
     return spec_from_hf_config(_read_json(source.path / "config.json"))
 
 

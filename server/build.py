@@ -20,7 +20,6 @@ from engine.device import resolve_device
 from engine.engine import Engine
 from engine.models.load import read_generation_config
 from engine.weights.checkpoint import ModelSource, resolve_model
-from engine.weights.gguf_header import read_gguf_header
 from kvpool.disk import disk_tier
 from kvpool.pool import BlockPool
 from kvpool.prefix import namespace_root
@@ -82,7 +81,7 @@ def load(config: ServerConfig, progress: Progress) -> Loaded:
     engine_config = engine_config_of(config)
     engine = Engine.load(source, engine_config, progress)
     return Loaded(
-        source=source,
+        source=source.closed(),
         engine=engine,
         engine_config=engine_config,
         tokenizer=tokenizer,
@@ -229,7 +228,7 @@ def _kv_events(loaded: Loaded, config: ServerConfig) -> KVEvents | None:
 
 def _tokenizer(source: ModelSource) -> Tokenizer:
     if source.kind == "gguf":
-        return Tokenizer.from_gguf(read_gguf_header(source.path).metadata)
+        return Tokenizer.from_gguf(source.gguf_header.metadata)
     return Tokenizer.from_pretrained(str(source.path))
 
 

@@ -23,7 +23,6 @@ from engine.models.spec import DecoderSpec
 from engine.native import find_native
 from engine.weights.assign import assign
 from engine.weights.checkpoint import Checkpoint, ModelSource
-from engine.weights.gguf_header import read_gguf_header
 from engine.weights.safetensors import SafetensorsCheckpoint
 
 __all__ = ["load_decoder", "read_checkpoint_dtype", "read_generation_config", "read_spec", "weight_bytes_of"]
@@ -49,7 +48,7 @@ def read_spec(source: ModelSource) -> DecoderSpec:
     """
     try:
         if source.kind == "gguf":
-            return spec_from_gguf(read_gguf_header(source.path))
+            return spec_from_gguf(source.gguf_header)
         return spec_from_hf_config(_read_json(source.path / "config.json"))
     except LoadError as error:
         raise _naming(source, error) from error
@@ -134,7 +133,7 @@ def read_checkpoint_dtype(source: ModelSource) -> torch.dtype:
         LoadError: the configuration cannot be read.
     """
     if source.kind == "gguf":
-        embedding = read_gguf_header(source.path).tensors.get("token_embd.weight")
+        embedding = source.gguf_header.tensors.get("token_embd.weight")
         return _GGUF_DTYPES.get(embedding.ggml_type, torch.bfloat16) if embedding else torch.bfloat16
     config = _read_json(source.path / "config.json")
     named = str(config.get("dtype") or config.get("torch_dtype"))
@@ -148,7 +147,7 @@ def read_generation_config(source: ModelSource) -> dict[str, Any]:
         LoadError: a file is damaged.
     """
     if source.kind == "gguf":
-        return _gguf_generation_config(read_gguf_header(source.path).metadata)
+        return _gguf_generation_config(source.gguf_header.metadata)
     path = source.path / "generation_config.json"
     settings = _read_json(path) if path.is_file() else {}
     eos = settings.get("eos_token_id")
@@ -171,7 +170,7 @@ def _open_checkpoint(source: ModelSource, spec: DecoderSpec) -> AbstractContextM
     if source.kind == "gguf":
         from engine.weights.gguf import GGUFCheckpoint  # needs the gguf package, which no other format does
 
-        return nullcontext(GGUFCheckpoint(read_gguf_header(source.path), spec.head_dim))
+        return nullcontext(GGUFCheckpoint(source.gguf_header, spec.head_dim))
     return SafetensorsCheckpoint(source.path)
 
 

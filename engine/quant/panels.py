@@ -104,7 +104,7 @@ class PackedLinear:
                 raise ValueError(f"{num_inputs} inputs are not whole groups of {GROUP_SIZE}")
             weights = torch.zeros(size * form.bits // 8, dtype=torch.uint8, device=device)
             scales = torch.zeros(size // form.group_size, dtype=form.scale_dtype, device=device)
-            minimums = torch.zeros_like(scales) if form.has_minimums else None
+            minimums = scales.clone() if form.has_minimums else None  # zeros_like on `meta` imports sympy
         biases = torch.zeros(num_outputs, device=device) if bias else None
         tensors = (weights, scales, minimums, biases)
         native = NativeMatrix(

@@ -9,10 +9,12 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from engine.errors import LoadError
+from engine.weights.gguf_header import GGUFHeader, read_gguf_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +30,7 @@ _HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*
 _HUB_IGNORED = ["consolidated*", "original/*", "onnx/*"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelSource:
     """A model found on this machine: a folder with `config.json` and safetensors, or a GGUF file.
 
@@ -38,6 +40,19 @@ class ModelSource:
     path: Path
     kind: Literal["safetensors", "gguf"]
     name: str
+
+    @cached_property
+    def gguf_header(self) -> GGUFHeader:
+        """Of a GGUF model, read when first asked for: half of what loading does asks for it, and it holds a vocabulary.
+
+        Raises:
+            LoadError: as `read_gguf_header`.
+        """
+        return read_gguf_header(self.path)
+
+    def closed(self) -> "ModelSource":
+        """The same model without the header, for whoever keeps a source once it is loaded."""
+        return ModelSource(self.path, self.kind, self.name)
 
 
 class Checkpoint(Protocol):

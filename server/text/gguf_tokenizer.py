@@ -150,10 +150,10 @@ def _bpe_model(
     byte_fallback: bool = False,
     ignore_merges: bool = False,
 ) -> models.BPE:
-    for pair in merges:
-        for part in (*pair, pair[0] + pair[1]):
-            if part not in ids:
-                raise LoadError(f"a merge rule names the token {part!r}, which is not in the vocabulary")
+    for left, right in merges:
+        if left not in ids or right not in ids or left + right not in ids:
+            unknown = next(part for part in (left, right, left + right) if part not in ids)
+            raise LoadError(f"a merge rule names the token {unknown!r}, which is not in the vocabulary")
     return models.BPE(
         vocab=ids,
         merges=merges,

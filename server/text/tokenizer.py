@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Core
 
 from engine.errors import LoadError
 from server.text.gguf_tokenizer import build_gguf_tokenizer
-from server.text.vocabulary import byte_vocabulary
+from server.text.vocabulary import byte_vocabulary, spellings
 
 
 class TextError(ValueError):
@@ -43,8 +43,9 @@ class Tokenizer:
         added = core.get_added_tokens_decoder()
         self.added_ids = frozenset(added)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.vocab_size = max(core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        vocabulary = byte_vocabulary(core)
+        spelled = spellings(core)
+        self.vocab_size = len(spelled)
+        vocabulary = byte_vocabulary(core, spelled)
         self.is_bytewise = vocabulary is not None
         self._num_leading_spaces = vocabulary.num_leading_spaces if vocabulary else 0
         self._table = vocabulary.table if vocabulary else self._lone_texts()

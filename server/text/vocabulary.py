@@ -5,8 +5,9 @@ byte by byte: there, the text of a sequence is the joined bytes of its tokens. O
 at neighbours; for those there is no such table.
 """
 
+import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,14 +41,23 @@ def gpt2_alphabet() -> dict[str, int]:
     return alphabet
 
 
-def byte_vocabulary(core: Core) -> ByteVocabulary | None:
-    """The table of `core`, or None when its decoder does not work byte by byte."""
+def spellings(core: Core) -> list[str | None]:
+    """`[vocab_size]`: how the vocabulary writes each token; None where an id has none."""
+    vocab = core.get_vocab(with_added_tokens=True)
+    found: list[str | None] = [None] * (max(vocab.values(), default=-1) + 1)
+    for text, token_id in vocab.items():
+        found[token_id] = text
+    return found
+
+
+def byte_vocabulary(core: Core, spelled: Sequence[str | None]) -> ByteVocabulary | None:
+    """The table of `core`, whose tokens are `spelled` so; None when its decoder does not work byte by byte."""
     stages = list(_stages(core))
     kinds = {stage["type"] for stage in stages}
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
-        return ByteVocabulary(_byte_level_table(core), 0)
+        return ByteVocabulary(_byte_level_table(core, spelled), 0)
     if kinds & {"Replace", "Metaspace", "ByteFallback"} and kinds <= _SENTENCEPIECE_STAGES:
-        return _sentencepiece(core, stages)
+        return _sentencepiece(spelled, stages)
     return None
 
 
@@ -64,20 +74,11 @@ def _stages(core: Core) -> Iterator[dict[str, Any]]:
             yield stage
 
 
-def _spellings(core: Core) -> list[str | None]:
-    """`[vocab_size]`: how the vocabulary writes each token; None where an id has none."""
-    vocab = core.get_vocab(with_added_tokens=True)
-    spellings: list[str | None] = [None] * (max(vocab.values(), default=-1) + 1)
-    for text, token_id in vocab.items():
-        spellings[token_id] = text
-    return spellings
-
-
-def _byte_level_table(core: Core) -> list[bytes]:
-    alphabet = gpt2_alphabet()
+def _byte_level_table(core: Core, spelled: Sequence[str | None]) -> list[bytes]:
+    alphabet = {ord(character): byte for character, byte in gpt2_alphabet().items()}
     added = core.get_added_tokens_decoder()
     table = []
-    for token_id, text in enumerate(_spellings(core)):
+    for token_id, text in enumerate(spelled):
         if text is None:
             table.append(b"")
         elif token_id in added:  # written in plain text, also where its characters are in the alphabet
@@ -87,15 +88,15 @@ def _byte_level_table(core: Core) -> list[bytes]:
     return table
 
 
-def _spelled_bytes(text: str, alphabet: dict[str, int]) -> bytes:
+def _spelled_bytes(text: str, alphabet: Mapping[int, int]) -> bytes:
     """The bytes that `text` spells; its own UTF-8 when it uses a character outside the alphabet."""
     try:
-        return bytes(map(alphabet.__getitem__, text))
-    except KeyError:
+        return codecs.charmap_encode(text, "strict", alphabet)[0]
+    except UnicodeEncodeError:
         return text.encode()
 
 
-def _sentencepiece(core: Core, stages: list[dict[str, Any]]) -> ByteVocabulary | None:
+def _sentencepiece(spelled: Sequence[str | None], stages: list[dict[str, Any]]) -> ByteVocabulary | None:
     replaced: list[tuple[str, str]] = []
     num_leading = 0
     for stage in stages:
@@ -111,7 +112,7 @@ def _sentencepiece(core: Core, stages: list[dict[str, Any]]) -> ByteVocabulary |
                 return None
             num_leading = stage["start"]
     byte_fallback = any(stage["type"] == "ByteFallback" for stage in stages)
-    table = [_sentencepiece_bytes(text, replaced, byte_fallback) for text in _spellings(core)]
+    table = [_sentencepiece_bytes(text, replaced, byte_fallback) for text in spelled]
     return ByteVocabulary(table, num_leading)
 
 

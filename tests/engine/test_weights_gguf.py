@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from engine.config import no_progress
 from engine.errors import LoadError
-from engine.models.load import load_decoder, read_checkpoint_dtype, read_generation_config, read_spec
+from engine.models.load import (
+    load_decoder,
+    read_checkpoint_dtype,
+    read_generation_config,
+    read_spec,
+    weight_bytes_of,
+)
 from engine.models.rope import rope_frequencies
 from engine.models.spec import RopeSpec
 from engine.weights.checkpoint import resolve_model
@@ -103,6 +109,37 @@ def test_reading_a_header_does_not_import_torch() -> None:
 def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     return write_gguf(make_tiny_model("llama", folder), folder / "tiny.gguf")
+
+
+def test_all_of_loading_reads_the_header_once(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+
+    def counting(path: Path) -> GGUFHeader:
+        read.append(path)
+        return read_gguf_header(path)
+
+    monkeypatch.setattr("engine.weights.checkpoint.read_gguf_header", counting)
+    source = resolve_model(str(tiny_gguf))
+    assert read == [], "finding a model reads none of it"
+    spec, dtype = read_spec(source), read_checkpoint_dtype(source)
+    read_generation_config(source)
+    assert weight_bytes_of(source, dtype, CPU, no_progress) > 0
+    assert load_decoder(source, torch.float32, CPU, no_progress).spec == spec
+    assert read == [tiny_gguf]
+    assert source.closed() == source
+    assert source.closed().gguf_header == source.gguf_header
+    assert read == [tiny_gguf, tiny_gguf]
+
+
+def test_counting_weight_bytes_does_not_import_sympy() -> None:
+    """Half a second of every start; operators that torch has on `meta` only in Python bring it."""
+    program = (
+        "import sys, torch; from engine.weights.checkpoint import resolve_model; from engine.models.load import "
+        "weight_bytes_of; weight_bytes_of(resolve_model(None), torch.float32, torch.device('cpu'), lambda *_: None); "
+        "sys.exit('sympy' in sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", program], cwd=root, timeout=60).returncode == 0
 
 
 @settings(deadline=None, max_examples=60)
