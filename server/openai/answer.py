@@ -16,7 +16,7 @@ from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from server.config import ServerConfig
 from server.errors import told
@@ -202,6 +202,10 @@ class StreamAnswer(EventSourceResponse):
         # Whether a connection is kept is between the client and the HTTP server.
         del self.headers["connection"]
         self._generation = generation
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        """Just send: no send has a time limit here, so none pays for watching one."""
+        await send(message)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""

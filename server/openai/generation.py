@@ -90,9 +90,10 @@ class Generation:
         ]
 
     def _choice(self, index: int) -> Choice:
-        make_router = self.plan.output.make_router
-        router = make_router() if make_router else None
-        return Choice(index, ChoiceText(self._served.tokenizer, self.plan.output.text, router))
+        output = self.plan.output
+        router = output.make_router() if output.make_router else None
+        lists_tokens = output.logprobs is not None
+        return Choice(index, ChoiceText(self._served.tokenizer, output.text, router, lists_tokens=lists_tokens))
 
     @property
     def finish_reason(self) -> str:

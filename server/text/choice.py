@@ -6,13 +6,13 @@ Knows nothing of HTTP or of OpenAI's layouts.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from engine.batch import TokenLogprob
 from scheduler.handle import TokenEvent
 from server.text.detokenizer import Detokenizer
-from server.text.pieces import TextPieces, TextRouter
+from server.text.pieces import NO_TEXT, TextPieces, TextRouter
 from server.text.stop import StopMatcher
 from server.text.tokenizer import Tokenizer
 
@@ -63,7 +63,7 @@ class ChoiceDelta:
         finished: set once, on the choice's last delta; everything held back is in it.
     """
 
-    pieces: TextPieces = field(default_factory=TextPieces)
+    pieces: TextPieces = NO_TEXT
     tokens: tuple[TokenPiece, ...] = ()
     stop_string: str | None = None
     finished: bool = False
@@ -88,15 +88,17 @@ class ChoiceText:
             the router gives goes, so tags count with what follows them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, options: TextOptions, router: TextRouter | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, options: TextOptions, router: TextRouter | None, *, lists_tokens: bool = True
+    ) -> None:
+        """`lists_tokens` off leaves `ChoiceDelta.tokens` empty: where nobody asks for logprobs, half the work."""
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
-        self._tokenizer = tokenizer
         self._options = options
         self._router = router
         self._detokenizer = _detokenizer(tokenizer, options)
         self._stop = StopMatcher(options.stops, options.include_stop)
-        self._waiting: deque[_Waiting] = deque()
+        self._tokens = _ShownTokens(tokenizer, self._detokenizer) if lists_tokens else None
         self._num_shown = 0  # characters that passed the stop matcher
         self._num_unsorted = 0  # tokens read since the router last gave text
         self._finished = False
@@ -105,47 +107,43 @@ class ChoiceText:
         """Take an event; after a stop string matched or the choice finished, later ones change nothing."""
         if self._finished:
             return ChoiceDelta()
-        pieces = TextPieces()
-        for index, token_id in enumerate(event.token_ids):
-            logprob = event.logprobs[index] if event.logprobs else None
-            pieces += self._show(self._read(token_id, logprob, hidden=self._is_hidden(event, index)))
+        pieces = NO_TEXT
+        for index in range(len(event.token_ids)):
+            shown = self._show(self._read(event, index))
+            pieces = pieces + shown if pieces else shown
             if self._stop.matched is not None:
                 break
         self._finished = self._stop.matched is not None or event.finish_reason is not None
         if self._finished:
             pieces += self._end()
-        return ChoiceDelta(pieces, tuple(self._release()), self._stop.matched, self._finished)
+        return ChoiceDelta(pieces, self._released(), self._stop.matched, self._finished)
 
     def _is_hidden(self, event: TokenEvent, index: int) -> bool:
         """Whether this is the stop token that ended the choice; its text is not output unless asked for."""
-        is_last = index == len(event.token_ids) - 1
-        ended = is_last and event.stop_token_id is not None and event.token_ids[index] == event.stop_token_id
-        return ended and not self._options.include_stop
+        if event.stop_token_id is None or self._options.include_stop:
+            return False
+        return index == len(event.token_ids) - 1 and event.token_ids[index] == event.stop_token_id
 
-    def _read(self, token_id: int, logprob: TokenLogprob | None, *, hidden: bool) -> str:
+    def _read(self, event: TokenEvent, index: int) -> str:
         """Detokenize one token and look for stop strings; gives the text that may be shown."""
         self.num_tokens += 1
         self._num_unsorted += 1
-        detokenizer = self._detokenizer
-        if hidden:
-            place = detokenizer.num_chars + detokenizer.num_pending
-            self._waiting.append(_Waiting(token_id, place, place, logprob))
-            return ""
-        start = detokenizer.start_of(token_id)
-        text = detokenizer.push((token_id,))
-        end = max(start, detokenizer.num_chars + detokenizer.num_pending)
-        self._waiting.append(_Waiting(token_id, start, end, logprob))
-        return self._stop.push(text, honour=self.num_tokens > self._options.min_tokens)
+        token_id, is_hidden = event.token_ids[index], self._is_hidden(event, index)
+        if self._tokens is not None:
+            text = self._tokens.read(token_id, event.logprobs[index] if event.logprobs else None, hidden=is_hidden)
+        else:
+            text = "" if is_hidden else self._detokenizer.push(token_id)
+        return "" if is_hidden else self._stop.push(text, honour=self.num_tokens > self._options.min_tokens)
 
     def _show(self, text: str) -> TextPieces:
         self._num_shown += len(text)
-        if self._router is None:
-            return TextPieces(text)
-        return self._sorted(self._router.push(text)) if text else TextPieces()
+        if not text:
+            return NO_TEXT
+        return TextPieces(text) if self._router is None else self._sorted(self._router.push(text))
 
     def _end(self) -> TextPieces:
         """Everything held back, in order: an unfinished character, a stop string's beginning, the router's rest."""
-        pieces = TextPieces()
+        pieces = NO_TEXT
         if self._stop.matched is None:
             honour = self.num_tokens > self._options.min_tokens
             pieces = self._show(self._stop.push(self._detokenizer.flush(), honour=honour))
@@ -161,18 +159,43 @@ class ChoiceText:
             self._num_unsorted = 0
         return pieces
 
-    def _release(self) -> list[TokenPiece]:
+    def _released(self) -> tuple[TokenPiece, ...]:
         """The tokens whose text has been shown; at the end, all but those that the stop string took whole."""
+        if self._tokens is None:
+            return ()
         everything = self._finished and self._stop.matched is None
-        released = []
+        return tuple(self._tokens.release(self._num_shown, cut=self._finished, everything=everything))
+
+
+class _ShownTokens:
+    """The tokens of one choice, each kept until all of its text has been shown."""
+
+    def __init__(self, tokenizer: Tokenizer, detokenizer: Detokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = detokenizer
+        self._waiting: deque[_Waiting] = deque()
+
+    def read(self, token_id: int, logprob: TokenLogprob | None, *, hidden: bool) -> str:
+        """Detokenize one token, unless it is hidden, and note which characters are its own."""
+        detokenizer = self._detokenizer
+        if hidden:
+            start, text = detokenizer.num_chars + detokenizer.num_pending, ""
+            end = start
+        else:
+            start, text = detokenizer.start_of(token_id), detokenizer.push(token_id)
+            end = max(start, detokenizer.num_chars + detokenizer.num_pending)
+        self._waiting.append(_Waiting(token_id, start, end, logprob))
+        return text
+
+    def release(self, num_shown: int, *, cut: bool, everything: bool) -> Iterator[TokenPiece]:
+        """Those within the first `num_shown` characters; with `cut` also the one that these end in."""
         while self._waiting:
             token = self._waiting[0]
-            is_cut = self._finished and token.start < self._num_shown
-            if not (everything or is_cut or token.end <= self._num_shown):
+            is_cut = cut and token.start < num_shown
+            if not (everything or is_cut or token.end <= num_shown):
                 break
             self._waiting.popleft()
-            released.append(_piece(self._tokenizer, token.token_id, token.start, token.logprob))
-        return released
+            yield _piece(self._tokenizer, token.token_id, token.start, token.logprob)
 
 
 def prompt_pieces(
@@ -186,7 +209,7 @@ def prompt_pieces(
     starts, parts = [], []
     for token_id in token_ids:
         starts.append(detokenizer.start_of(token_id))
-        parts.append(detokenizer.push((token_id,)))
+        parts.append(detokenizer.push(token_id))
     text = "".join(parts) + detokenizer.flush()
     whole = tokenizer.decode(
         token_ids,

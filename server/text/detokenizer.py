@@ -8,7 +8,6 @@ The text is taken as a continuation: a first token's leading space is kept.
 """
 
 import codecs
-from collections.abc import Iterable
 
 from server.text.tokenizer import Tokenizer
 
@@ -32,10 +31,9 @@ class Detokenizer:
             _Bytes(tokenizer) if tokenizer.is_bytewise else _Window(tokenizer, spaces_between_special_tokens)
         )
 
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Take more tokens; give the text that is now certain."""
-        parts = [self._spelling.push(token_id) for token_id in token_ids if token_id not in self._skipped]
-        return self._given("".join(parts))
+    def push(self, token_id: int) -> str:
+        """Take one more token; give the text that is now certain."""
+        return "" if token_id in self._skipped else self._given(self._spelling.push(token_id))
 
     def flush(self) -> str:
         """The sequence has ended: give the rest. An unfinished character is one U+FFFD (half a surrogate: two)."""

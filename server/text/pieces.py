@@ -35,6 +35,9 @@ class TextPieces:
         )
 
 
+NO_TEXT = TextPieces()
+
+
 class TextRouter(Protocol):
     """Sorts one choice's text as it streams in."""
 

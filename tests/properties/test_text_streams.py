@@ -1,5 +1,6 @@
 """Random bytes, random text, random cuts: what is streamed joins to the whole, and shows nothing it must not."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import hypothesis.strategies as st
@@ -42,11 +43,11 @@ CUTS = st.lists(st.integers(0, 10**6), max_size=12)
 # ---------------------------------------------------------------- detokenizing
 
 
-@given(st.lists(TOKEN, max_size=60), CUTS, st.booleans())
+@given(st.lists(TOKEN, max_size=60), st.booleans())
 @settings(deadline=None, max_examples=300)
-def test_deltas_join_to_the_whole(ids: list[int], cuts: list[int], skip: bool) -> None:
+def test_deltas_join_to_the_whole(ids: list[int], skip: bool) -> None:
     detokenizer = Detokenizer(TOKENIZER, skip_special_tokens=skip)
-    parts = [detokenizer.push(ids[part]) for part in cut(cuts, len(ids))]
+    parts = [detokenizer.push(token_id) for token_id in ids]
     before_the_end = "".join(parts)
     text = before_the_end + detokenizer.flush()
     assert text == TOKENIZER.decode(ids, skip_special_tokens=skip)
@@ -59,14 +60,14 @@ def test_deltas_join_to_the_whole(ids: list[int], cuts: list[int], skip: bool) -
     )  # a lone surrogate's beginning is two
 
 
-@given(TEXT, CUTS)
+@given(TEXT)
 @settings(deadline=None)
-def test_no_replacement_character_that_the_text_does_not_hold(text: str, cuts: list[int]) -> None:
+def test_no_replacement_character_that_the_text_does_not_hold(text: str) -> None:
     text = text.replace("\ufffd", "")
     for tokenizer in (TOKENIZER, smollm2_tokenizer(), SENTENCEPIECE):
         ids = tokenizer.encode(text, add_special_tokens=False)
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
-        parts = [detokenizer.push(ids[part]) for part in cut(cuts, len(ids))]
+        parts = [detokenizer.push(token_id) for token_id in ids]
         parts.append(detokenizer.flush())
         if tokenizer is TOKENIZER:
             assert not any("\ufffd" in part for part in parts)
@@ -80,7 +81,7 @@ def test_no_replacement_character_that_the_text_does_not_hold(text: str, cuts: l
 def test_any_bytes_pass_through_sentencepiece_fallback(data: bytes) -> None:
     ids = [3 + byte for byte in data]
     detokenizer = Detokenizer(SENTENCEPIECE)
-    text = "".join(detokenizer.push([token_id]) for token_id in ids) + detokenizer.flush()
+    text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.flush()
     assert text == data.decode("utf-8", errors="replace")
 
 
@@ -126,13 +127,14 @@ def test_a_choice_shows_the_same_whatever_the_cuts(
     ids: list[int], stops: list[str], cuts: list[int], include: bool, skip: bool
 ) -> None:
     options = TextOptions(stops=tuple(stops), include_stop=include, skip_special_tokens=skip)
-    choice = ChoiceText(TOKENIZER, options, None)
+    choice, unlisted = ChoiceText(TOKENIZER, options, None), ChoiceText(TOKENIZER, options, None, lists_tokens=False)
     parts = cut(cuts, len(ids))
     content, tokens, stop_string, num_finished = "", [], None, 0
     for index, part in enumerate([*parts, slice(0, 0)]):
         reason = FinishReason.LENGTH if index == len(parts) else None
         event = TokenEvent(0, tuple(ids[part]), tuple(TokenLogprob(i, -1.0, 1) for i in ids[part]), reason)
         delta = choice.push(event)
+        assert unlisted.push(event) == replace(delta, tokens=())
         content += delta.pieces.content
         tokens += delta.tokens
         stop_string = stop_string or delta.stop_string
@@ -144,7 +146,7 @@ def test_a_choice_shows_the_same_whatever_the_cuts(
     if matched is not None and not include:
         assert not any(stop in content for stop in stops)
     assert [token.token_id for token in tokens] == ids[: len(tokens)]
-    assert len(tokens) <= choice.num_tokens
+    assert len(tokens) <= choice.num_tokens == unlisted.num_tokens
     if matched is None:
         assert len(tokens) == choice.num_tokens == len(ids)
     check_alignment(content, whole, tokens, ids)

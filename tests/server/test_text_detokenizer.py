@@ -11,7 +11,7 @@ PARTY = "\U0001f389"
 
 def deltas(tokenizer: Tokenizer, ids: list[int], **options: bool) -> list[str]:
     detokenizer = Detokenizer(tokenizer, **options)
-    return [*(detokenizer.push([token_id]) for token_id in ids), detokenizer.flush()]
+    return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
 def test_a_character_in_three_tokens_comes_whole() -> None:
@@ -54,14 +54,14 @@ def test_where_a_token_would_begin() -> None:
     tokenizer = byte_tokenizer([b"\x89b", b"\xf0\x9f"])
     detokenizer = Detokenizer(tokenizer)
     assert detokenizer.start_of(97) == 0
-    detokenizer.push([97])
+    detokenizer.push(97)
     assert (detokenizer.start_of(FIRST_WORD_ID + 1), detokenizer.num_pending) == (1, 0)
-    detokenizer.push([FIRST_WORD_ID + 1])
+    detokenizer.push(FIRST_WORD_ID + 1)
     assert detokenizer.num_pending == 1
     assert detokenizer.start_of(0x8E) == 1  # goes on with the character
     assert detokenizer.start_of(97) == 2  # breaks it: a replacement character comes first
     assert detokenizer.start_of(EOS_ID) == 1  # adds nothing
-    assert detokenizer.push([0x8E, FIRST_WORD_ID]) == PARTY + "b"
+    assert detokenizer.push(0x8E) + detokenizer.push(FIRST_WORD_ID) == PARTY + "b"
     assert (detokenizer.num_chars, detokenizer.num_pending) == (3, 0)
 
 
