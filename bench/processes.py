@@ -93,8 +93,12 @@ def from_command(command: str, log: Path, limit_s: float = 900.0) -> Iterator[st
 
 @contextlib.contextmanager
 def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that writes to `log` and is ended, by its id, on the way out."""
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    """A process that writes to `log` and is ended, by its id, on the way out.
+
+    It keeps the bytecode of what it imports, as an installed program has it, whatever this process was told.
+    """
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environ["PYTHONUNBUFFERED"] = "1"
     with log.open("wb") as file:
         process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
     try:

@@ -1,7 +1,12 @@
 """The start-up table: phases from a log, and the sums."""
 
 import json
+import sys
+from pathlib import Path
 
+import pytest
+
+from bench.processes import running
 from bench.startup import ANSWER, FIRST, LAST, READY, phases_of, report
 
 
@@ -29,3 +34,13 @@ def test_the_table_shows_medians_and_judges_the_bar() -> None:
     assert "| loading weights | 1.50 | 1.00 | 3.00 |" in text
     assert text.endswith("met.")
     assert report([{**start, READY: 5.5} for start in starts]).endswith("missed.")
+
+
+def test_a_started_server_keeps_bytecode_whatever_this_process_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    command = [sys.executable, "-c", "import sys; print(sys.dont_write_bytecode)"]
+    with running(command, tmp_path / "log") as process:
+        assert process.wait(30) == 0
+    assert (tmp_path / "log").read_text() == "False\n"
