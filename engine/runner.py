@@ -12,26 +12,33 @@ their slot has chosen before (`Sampler.remembers`) make it wait, between its for
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.interface import AttentionBackend
-from engine.batch import Batch, Row, RowOutput, SlotStart, TokenLogprob
+from engine.attention.interface import AttentionBackend, IntArray
+from engine.batch import Batch, Row, RowOutput, SlotStart
 from engine.config import Progress
 from engine.graphs import DecodeGraphs
 from engine.inputs import InputBuilder, PromptScores, StepInputs
 from engine.models.decoder import Decoder
 from engine.sampling.logprobs import Described, describe_prompt
-from engine.sampling.sampler import Drawn, Sampled, Sampler
+from engine.sampling.sampler import Drawn, Sampler
 from engine.transit import Arrival, Courier, HostCourier, upload
 from kvpool.storage import KVStorage
 from kvpool.transfer import export_blocks, load_blocks
 
 MAX_PROMPT_LOGITS = 1 << 24
 """Elements of logits that exist at once while prompt tokens are scored: 64 MiB in float32."""
+
+_NOTHING = RowOutput()
+"""Of a row that does not sample."""
+_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,12 +55,11 @@ class Parts:
     courier: Courier = field(default_factory=HostCourier)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Work:
+class _Work(NamedTuple):
     """What the rows of a step come from, still on the device: prompt scores (in pieces) and draws, by row."""
 
-    scores: Mapping[int, Sequence[Described]] = field(default_factory=dict)
-    sample_rows: Sequence[int] = ()
+    scores: Mapping[int, Sequence[Described]] = MappingProxyType({})
+    sample_rows: IntArray = _NO_ROWS
     drawn: Drawn | None = None
 
     @property
@@ -160,13 +166,12 @@ class Runner:
 
     def _compute(self, batch: Batch) -> _Work:
         inputs = self._inputs_of(batch)
-        sample_rows = inputs.sample_rows.tolist()
-        slots = [batch.rows[row].slot for row in sample_rows]
+        slots = inputs.sample_slots
         if not self._open:
             self._parts.sampler.begin(slots)
         hidden = self._forward(inputs)
         scores = {part.row: self._score_prompt(hidden, batch.rows[part.row], part) for part in inputs.prompt_scores}
-        return _Work(scores, sample_rows, self._draw(hidden, inputs, slots) if slots else None)
+        return _Work(scores, inputs.sample_rows, self._draw(hidden, inputs, slots) if slots.size else None)
 
     def _inputs_of(self, batch: Batch) -> StepInputs:
         inputs = self._parts.builder.build(batch)
@@ -182,9 +187,9 @@ class Runner:
         attend = self._parts.attention.plan(inputs.attention)
         return self._parts.decoder.forward(inputs.token_ids, inputs.positions, attend)
 
-    def _draw(self, hidden: Tensor, inputs: StepInputs, slots: Sequence[int]) -> Drawn:
+    def _draw(self, hidden: Tensor, inputs: StepInputs, slots: IntArray) -> Drawn:
         """Only the hidden states of sampling rows meet the head."""
-        logits = self._parts.decoder.logits(hidden[inputs.sample_hidden])
+        logits = self._parts.decoder.logits(hidden if inputs.sample_hidden is None else hidden[inputs.sample_hidden])
         if self._open and self._parts.sampler.remembers(slots):
             while self._open:
                 self._conclude_oldest()
@@ -207,30 +212,26 @@ class Runner:
         self._open.popleft()
         launched.outputs = tuple(self._outputs_of(launched, arrived))
 
-    def _outputs_of(self, launched: Launched, arrived: Iterator[Tensor]) -> Iterable[RowOutput]:
-        work, sampled = launched.work, dict[int, Sampled]()
+    def _outputs_of(self, launched: Launched, arrived: Iterator[Tensor]) -> list[RowOutput]:
+        """One output a row of the batch: what was sampled, what was scored of its prompt, or why it was refused."""
+        work, num_rows, sampled = launched.work, len(launched.rows), list[RowOutput]()
         if work.drawn is not None:
             tensors = [next(arrived) for _ in work.drawn.tensors]
-            sampled = dict(zip(work.sample_rows, self._parts.sampler.conclude(work.drawn, tensors), strict=True))
-        scores = {
-            row: tuple(entry for piece in pieces for entry in piece.read(next(arrived)))
-            for row, pieces in work.scores.items()
-        }
-        computed = iter(_outputs(len(launched.rows), sampled, scores))
-        for row in launched.batch.rows:
-            refused = launched.refused.get(row.slot)
-            yield next(computed) if refused is None else RowOutput(error=refused)
+            sampled = self._parts.sampler.conclude(work.drawn, tensors)
+        outputs = sampled if len(sampled) == num_rows else _spread(sampled, work.sample_rows, num_rows)
+        for row, pieces in work.scores.items():
+            scores = tuple(entry for piece in pieces for entry in piece.read(next(arrived)))
+            outputs[row] = outputs[row]._replace(prompt_logprobs=scores)
+        if not launched.refused:
+            return outputs
+        computed = iter(outputs)
+        reasons = (launched.refused.get(row.slot) for row in launched.batch.rows)
+        return [next(computed) if reason is None else RowOutput(error=reason) for reason in reasons]
 
 
-def _outputs(
-    num_rows: int, sampled: Mapping[int, Sampled], scores: Mapping[int, tuple[TokenLogprob, ...]]
-) -> Iterable[RowOutput]:
-    for row in range(num_rows):
-        result, prompt = sampled.get(row), scores.get(row, ())
-        if result is None:
-            yield RowOutput(prompt_logprobs=prompt)
-        elif result.error is not None:
-            yield RowOutput(prompt_logprobs=prompt, error=result.error)
-        else:
-            logprobs = () if result.logprob is None else (result.logprob,)
-            yield RowOutput((result.token_id,), logprobs, prompt, stopped=result.stopped)
+def _spread(sampled: Sequence[RowOutput], rows: IntArray, num_rows: int) -> list[RowOutput]:
+    """The outputs of all rows of a step in which only `rows` sampled."""
+    outputs = [_NOTHING] * num_rows
+    for row, output in zip(rows.tolist(), sampled, strict=True):
+        outputs[row] = output
+    return outputs

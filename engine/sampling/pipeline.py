@@ -43,6 +43,26 @@ class Outcome(IntEnum):
     EMPTY = 2  # no token is left to choose from
 
 
+def first_highest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest logit of each row of `x` [n, vocab], and the first column that holds it: [n] each. NaN is highest.
+
+    On a CPU numpy looks for it: torch, when asked for the column as well, takes fifteen times as long.
+    """
+    if x.device.type != "cpu":
+        peaks, columns = x.max(-1)
+        return peaks, columns
+    rows = x.numpy()
+    found = rows.argmax(-1)
+    return torch.from_numpy(rows[np.arange(len(rows)), found]), torch.from_numpy(found)
+
+
+def highest(logits: Tensor) -> Tensor:
+    """What `Pipeline.choose` comes to for greedy rows whose logits no step edits, with the fewest operators."""
+    peaks, tokens = first_highest(logits)
+    is_broken = (peaks - peaks) != 0.0  # the difference of a number with itself is 0 exactly where it is finite
+    return torch.stack((tokens, is_broken))  # true is `Outcome.BROKEN`
+
+
 class Pipeline:
     """The steps, bound to the state they read, and the race that draws."""
 
@@ -97,7 +117,7 @@ class Pipeline:
         return x
 
     def _greedy(self, steps: Steps, x: Tensor, slots: Ints) -> tuple[Tensor, Tensor]:
-        peaks, tokens = self._apply(steps, x, slots).max(-1)
+        peaks, tokens = first_highest(self._apply(steps, x, slots))
         return tokens, peaks
 
     def _keys(self, slots: Ints) -> Keys:

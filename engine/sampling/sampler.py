@@ -10,20 +10,21 @@ is the host's, and must be concluded before it draws again; most slots remember 
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import SlotStart, TokenLogprob
+from engine.batch import RowOutput, SlotStart, TokenLogprob
 from engine.errors import NO_TOKEN_LEFT
 from engine.sampling.grammar import GrammarMasks
 from engine.sampling.logprobs import Described, describe
 from engine.sampling.masks import TokenMasks
 from engine.sampling.native_race import best_race
+from engine.sampling.params import SamplingParams
 from engine.sampling.penalties import LogitBias, Penalties
-from engine.sampling.pipeline import Outcome, Pipeline
+from engine.sampling.pipeline import Outcome, Pipeline, highest
 from engine.sampling.race import Race
 from engine.sampling.state import Ints, SlotTable, ints_on
 
@@ -31,31 +32,20 @@ _REASONS = {
     Outcome.BROKEN: "the model computed logits that are not finite numbers",
     Outcome.EMPTY: NO_TOKEN_LEFT,
 }
+_NOBODY: Ints = np.empty(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What a row drew.
-
-    Attributes:
-        token_id: meaningless when there is an error.
-        logprob: when the slot asked for any.
-        stopped: the slot's constraint is complete: nothing may follow this token.
-        error: why this row alone failed; the slot is of no use until its next start.
-    """
-
-    token_id: int
-    logprob: TokenLogprob | None = None
-    stopped: bool = False
-    error: str | None = None
+REPORTED, REMEMBERS, EDITED, DRAWN = 1, 2, 4, 8
+"""What a slot asks for beyond its highest raw logit, as bits: logprobs; edits that depend on what it has chosen before;
+edits of any kind; a draw. A step in which no slot asks for anything is short."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
-    """What `slots` drew, on the device: `chosen` [2, n] (see `Pipeline.choose`), and for those of the `reported` rows
-    what their logprobs will be read from."""
+class Drawn(NamedTuple):
+    """What `slots` [n] drew, on the device: `chosen` [2, n] (see `Pipeline.choose`), and for those of the `reported`
+    rows what their logprobs will be read from. `traits` are those of any slot."""
 
-    slots: Sequence[int]
+    slots: Ints
+    traits: int
     chosen: Tensor
     reported: Ints
     described: Described | None
@@ -88,8 +78,7 @@ class Sampler:
         race = best_race(device) if race is None else race
         self._pipeline = Pipeline(self._table, self._masks, self._bias, self._penalties, race)
         self._last = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._wants_logprobs = np.zeros(max_num_seqs, dtype=np.bool_)
-        self._has_history = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._traits = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_top = np.zeros(max_num_seqs, dtype=np.int64)
         self._extra_ids: list[tuple[int, ...]] = [()] * max_num_seqs
 
@@ -108,35 +97,32 @@ class Sampler:
         self._bias.start(slot, params.logit_bias)
         self._penalties.start(start)
         self._grammar.start(slot, start.constraint, start.output_ids)
-        self._wants_logprobs[slot] = params.logprobs is not None or bool(params.logprob_token_ids)
         self._num_top[slot] = params.logprobs or 0
         self._extra_ids[slot] = params.logprob_token_ids
-        self._has_history[slot] = bool(
-            self._penalties.active[slot] or self._grammar.active[slot] or params.bad_words_ids
-        )
+        self._traits[slot] = self._traits_of(slot, params)
 
-    def begin(self, slots: Sequence[int]) -> None:
+    def begin(self, slots: Sequence[int] | Ints) -> None:
         """Start computing the grammar masks of the slots that will sample in this step, beside the forward pass."""
-        self._grammar.begin(slots)
+        if self._any_traits(slots) & REMEMBERS:
+            self._grammar.begin(slots)
 
-    def remembers(self, slots: Sequence[int]) -> bool:
+    def remembers(self, slots: Sequence[int] | Ints) -> bool:
         """Whether what any of them may draw depends on the tokens it drew: all of these must be concluded before."""
-        return bool(self._has_history[slots].any())
+        return bool(self._any_traits(slots) & REMEMBERS)
 
     def fill_in(self, token_ids: Tensor) -> Tensor:
         """Token ids [n] in which `-1 - slot` stood for the token that the slot drew last. Waits for no device."""
         return torch.where(token_ids < 0, self._last[(-1 - token_ids).clamp_(min=0)], token_ids)
 
     @torch.inference_mode()
-    def sample(self, slots: Sequence[int], logits: Tensor) -> list[Sampled]:
+    def sample(self, slots: Sequence[int], logits: Tensor) -> list[RowOutput]:
         """Choose the next token of each slot and advance its state: `draw`, concluded at once."""
         if not slots:
             return []
         drawn = self.draw(slots, logits)
         return self.conclude(drawn, drawn.tensors)
 
-    @torch.inference_mode()
-    def draw(self, slots: Sequence[int], logits: Tensor) -> Drawn:
+    def draw(self, slots: Sequence[int] | Ints, logits: Tensor) -> Drawn:
         """Choose the next token of each slot on the device, which may have to work on it for some time.
 
         Args:
@@ -144,27 +130,31 @@ class Sampler:
             logits: [n, vocab_size] raw, row `i` for `slots[i]`; overwritten when float32 and contiguous.
         """
         assert logits.shape == (len(slots), self.vocab_size), "one row of logits for each slot"
-        self._grammar.join(slots)
         rows = np.asarray(slots, dtype=np.int64)
+        traits = self._any_traits(rows)
+        if traits & REMEMBERS:
+            self._grammar.join(rows.tolist())
         logits = logits.float().contiguous()
-        reported = np.flatnonzero(self._wants_logprobs[rows])
+        reported = np.flatnonzero(self._traits[rows] & REPORTED) if traits & REPORTED else _NOBODY
         index = ints_on(logits.device, reported) if reported.size else None
         raw = None if index is None else logits[index]  # a copy, before the steps edit them
-        chosen = self._pipeline.choose(logits, rows)
+        chosen = self._pipeline.choose(logits, rows) if traits & (EDITED | DRAWN) else highest(logits)
         described = None if raw is None else self._describe(raw, chosen[0][index], rows[reported])
-        self._last[ints_on(logits.device, rows)] = chosen[0]
+        self._last.index_copy_(0, ints_on(logits.device, rows), chosen[0])
         self._table.num_outputs[rows] += 1
-        return Drawn(slots, chosen, reported, described)
+        return Drawn(rows, traits, chosen, reported, described)
 
-    def conclude(self, drawn: Drawn, tensors: Sequence[Tensor]) -> list[Sampled]:
+    def conclude(self, drawn: Drawn, tensors: Sequence[Tensor]) -> list[RowOutput]:
         """What a draw came to, from its `tensors` on the host, in order of drawing. What slots remember advances."""
         token_ids, outcomes = tensors[0].tolist()
+        if not (drawn.traits & (REPORTED | REMEMBERS) or any(outcomes)):
+            return list(map(RowOutput, zip(token_ids)))  # `zip` makes tuples of one
         logprobs: dict[int, TokenLogprob] = {}
         if drawn.described is not None:
             logprobs = dict(zip(drawn.reported.tolist(), drawn.described.read(tensors[1]), strict=True))
         return [
             self._conclude(slot, token_id, outcome, logprobs.get(row))
-            for row, (slot, token_id, outcome) in enumerate(zip(drawn.slots, token_ids, outcomes, strict=True))
+            for row, (slot, token_id, outcome) in enumerate(zip(drawn.slots.tolist(), token_ids, outcomes, strict=True))
         ]
 
     def close(self) -> None:
@@ -174,18 +164,30 @@ class Sampler:
     def _describe(self, raw: Tensor, token_ids: Tensor, slots: Ints) -> Described:
         return describe(raw, token_ids, self._num_top[slots].tolist(), [self._extra_ids[slot] for slot in slots])
 
-    def _conclude(self, slot: int, token_id: int, outcome: int, logprob: TokenLogprob | None) -> Sampled:
+    def _any_traits(self, slots: Sequence[int] | Ints) -> int:
+        return int(np.bitwise_or.reduce(self._traits[np.asarray(slots, dtype=np.int64)]))
+
+    def _traits_of(self, slot: int, params: SamplingParams) -> int:
+        """The bits of a slot that has just started."""
+        is_reported = params.logprobs is not None or bool(params.logprob_token_ids)
+        remembers = bool(self._penalties.active[slot] or self._grammar.active[slot] or params.bad_words_ids)
+        is_limited = params.allowed_token_ids is not None or params.min_tokens > 0
+        is_edited = remembers or is_limited or bool(params.logit_bias)
+        return REPORTED * is_reported | REMEMBERS * remembers | EDITED * is_edited | DRAWN * (not params.is_greedy)
+
+    def _conclude(self, slot: int, token_id: int, outcome: int, logprob: TokenLogprob | None) -> RowOutput:
         """Advance what the slot remembers of its output; or say why its row failed."""
         error = self._grammar.errors.get(slot) or _REASONS.get(Outcome(outcome))
         if error is not None:
-            return Sampled(token_id, error=error)
-        if not self._has_history[slot]:
-            return Sampled(token_id, logprob)
+            return RowOutput(error=error)
+        logprobs = () if logprob is None else (logprob,)
+        if not self._traits[slot] & REMEMBERS:
+            return RowOutput((token_id,), logprobs)
         if not self._grammar.accept(slot, (token_id,)):
-            return Sampled(token_id, error=self._grammar.errors[slot])
+            return RowOutput(error=self._grammar.errors[slot])
         self._penalties.add(slot, token_id)
         self._masks.add(slot, token_id)
-        return Sampled(token_id, logprob, stopped=self._grammar.is_stopped(slot))
+        return RowOutput((token_id,), logprobs, stopped=self._grammar.is_stopped(slot))
 
     def _check(self, start: SlotStart) -> None:
         """ValueError for the first token id that is outside the vocabulary."""

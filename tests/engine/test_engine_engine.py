@@ -56,7 +56,7 @@ def start(
 def row(slot: int = 0, prompt: tuple[int, ...] = PROMPT, at: int = 0, **overrides: object) -> Row:
     """`prompt` from position `at` on, in blocks `10 * slot, 10 * slot + 1, ...`."""
     blocks = tuple(range(10 * slot, 10 * slot + blocks_for(at + len(prompt), 16)))
-    return replace(Row(slot, at, prompt, 0, blocks, sample=True), **overrides)
+    return Row(slot, at, prompt, 0, blocks, sample=True)._replace(**overrides)
 
 
 def step(

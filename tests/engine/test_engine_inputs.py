@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import Batch, Row
-from engine.inputs import InputBuilder
+from engine.batch import PENDING, Batch, Row
+from engine.inputs import Columns, InputBuilder, lay_out, lay_out_singles
 from kvpool.table import blocks_for
 
 CPU = torch.device("cpu")
@@ -65,7 +65,10 @@ def test_rows_come_in_the_order_attention_wants(batch: Batch) -> None:
 def test_wanted_hidden_rows_point_at_the_right_tokens(batch: Batch) -> None:
     inputs = InputBuilder(MAX_SEQS, MAX_TOKENS, MAX_LEN, 4, CPU).build(batch)
     assert inputs.sample_rows.tolist() == [i for i, row in enumerate(batch.rows) if row.sample]
-    for index, hidden in zip(inputs.sample_rows, inputs.sample_hidden.tolist(), strict=True):
+    assert inputs.sample_slots.tolist() == [row.slot for row in batch.rows if row.sample]
+    all_hidden = torch.arange(batch.num_tokens)
+    hidden_rows = all_hidden if inputs.sample_hidden is None else inputs.sample_hidden
+    for index, hidden in zip(inputs.sample_rows, hidden_rows.tolist(), strict=True):
         row = batch.rows[index]
         assert inputs.token_ids[hidden] == row.token_ids[-1]
         assert inputs.positions[hidden] == row.start + len(row.token_ids) - 1
@@ -75,6 +78,22 @@ def test_wanted_hidden_rows_point_at_the_right_tokens(batch: Batch) -> None:
         assert part.targets == row.prompt_targets
         assert inputs.token_ids[part.first : part.first + len(row.token_ids)].tolist() == list(row.token_ids)
         assert inputs.positions[part.first] == row.start
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), min_size=1, max_size=9))
+def test_rows_of_one_token_are_laid_out_as_any_others(rows: list[tuple[int, int]]) -> None:
+    columns = Columns.of([Row(slot, start, (start % 7,), 0, (), True) for slot, start in rows])
+    for short, general in zip(lay_out_singles(columns), lay_out(columns), strict=True):
+        assert short.tolist() == general.tolist()
+
+
+def test_a_pending_token_names_its_slot() -> None:
+    rows = (Row(2, 4, (PENDING,), 0, (0, 1), True), Row(1, 2, (9,), 0, (2,), True), Row(0, 0, (5, 6), 0, (3,), False))
+    builder = InputBuilder(MAX_SEQS, MAX_TOKENS, MAX_LEN, 4, CPU)
+    inputs = builder.build(Batch(1, (), (), rows))
+    assert (inputs.token_ids.tolist(), inputs.has_pending) == ([9, -3, 5, 6], True)
+    assert not builder.build(Batch(2, (), (), rows[1:])).has_pending
 
 
 def test_block_tables_persist_and_change_only_where_told() -> None:

@@ -337,7 +337,7 @@ async def test_a_step_that_fails_leaves_the_one_in_flight_alone(make_engine: Mak
     first = asyncio.ensure_future(engine.step(batch(0, [0], [start(0)])))
     await turns_until(lambda: len(courier.arrivals) == 1)
     with pytest.raises(StepError, match="2 drafts"):
-        await engine.step(Batch(1, (), (), (replace(row(0, 1), num_drafts=2),)))
+        await engine.step(Batch(1, (), (), (row(0, 1)._replace(num_drafts=2),)))
     courier.arrivals[0].released.set()
     assert (await first).rows[0].token_ids
     courier.holds, courier.delay_of = False, lambda number: 0.0

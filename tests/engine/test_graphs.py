@@ -58,6 +58,7 @@ class World:
             positions=positions,
             attention=attention,
             sample_rows=attention.context_lens,
+            sample_slots=attention.context_lens,
             sample_hidden=positions,
             prompt_scores=(),
         )

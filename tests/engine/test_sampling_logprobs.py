@@ -69,8 +69,8 @@ def sampled_logprob(params: SamplingParams, logits: torch.Tensor) -> TokenLogpro
     sampler = Sampler(1, logits.shape[-1], CPU)
     sampler.start(SlotStart(0, params, 0, (0,)))
     (sampled,) = sampler.sample([0], logits.clone())
-    assert sampled.logprob is None or sampled.logprob.token_id == sampled.token_id
-    return sampled.logprob
+    assert [entry.token_id for entry in sampled.logprobs] == list(sampled.token_ids) * len(sampled.logprobs)
+    return sampled.logprobs[0] if sampled.logprobs else None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.7])
@@ -115,10 +115,10 @@ def test_rows_that_ask_and_rows_that_do_not_share_a_batch() -> None:
     sampled = sampler.sample(slots, logits[slots].clone())
     for slot, entry in zip(slots, sampled, strict=True):
         wanted = asked[slot]
-        assert (entry.logprob is None) == (wanted is None)
-        if entry.logprob is not None and wanted is not None:
-            assert entry.logprob.token_id == entry.token_id
-            check(entry.logprob, logits[slot], wanted)
+        assert len(entry.logprobs) == (wanted is not None)
+        if wanted is not None:
+            assert entry.logprobs[0].token_id == entry.token_ids[0]
+            check(entry.logprobs[0], logits[slot], wanted)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 64, 150])

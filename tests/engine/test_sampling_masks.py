@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import SlotStart
+from engine.batch import RowOutput, SlotStart
 from engine.sampling.constraint import Bitmask
 from engine.sampling.masks import clear_bits, unpack_bits
 from engine.sampling.params import SamplingParams
-from engine.sampling.sampler import Sampled, Sampler
+from engine.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -24,7 +24,7 @@ def falling(vocab: int) -> torch.Tensor:
     return -torch.arange(vocab, dtype=torch.float32)[None]
 
 
-def generate(sampler: Sampler, steps: int, logits: torch.Tensor, slot: int = 0) -> list[Sampled]:
+def generate(sampler: Sampler, steps: int, logits: torch.Tensor, slot: int = 0) -> list[RowOutput]:
     sampled = []
     for _ in range(steps):
         sampler.begin([slot])
@@ -35,7 +35,7 @@ def generate(sampler: Sampler, steps: int, logits: torch.Tensor, slot: int = 0) 
 def tokens_of(params: SamplingParams, steps: int, vocab: int = 10, out: tuple[int, ...] = ()) -> list[int]:
     sampler = Sampler(1, vocab, CPU)
     sampler.start(SlotStart(0, params, 0, (1,), out))
-    return [entry.token_id for entry in generate(sampler, steps, falling(vocab))]
+    return [entry.token_ids[0] for entry in generate(sampler, steps, falling(vocab))]
 
 
 def test_only_allowed_tokens() -> None:
@@ -46,7 +46,7 @@ def test_allowed_rows_beside_free_ones() -> None:
     sampler = Sampler(3, 10, CPU)
     for slot, allowed in enumerate([None, (3, 5), (9,)]):
         sampler.start(SlotStart(slot, replace(GREEDY, allowed_token_ids=allowed), 0, (1,)))
-    assert [entry.token_id for entry in sampler.sample([2, 0, 1], falling(10).repeat(3, 1))] == [9, 0, 3]
+    assert [entry.token_ids[0] for entry in sampler.sample([2, 0, 1], falling(10).repeat(3, 1))] == [9, 0, 3]
 
 
 def test_a_bad_word_of_one_token_never_comes() -> None:
@@ -152,7 +152,7 @@ def constrained(script: Script, params: SamplingParams = GREEDY, out: tuple[int,
 def test_a_grammar_leads_and_stops() -> None:
     sampler = constrained(Script(((5, 39), (33,), (EOS,))))
     sampled = generate(sampler, 3, falling(40))
-    assert [(entry.token_id, entry.stopped) for entry in sampled] == [(5, False), (33, False), (EOS, True)]
+    assert [(entry.token_ids[0], entry.stopped) for entry in sampled] == [(5, False), (33, False), (EOS, True)]
     sampler.close()
 
 
@@ -164,7 +164,7 @@ def test_masks_are_filled_on_the_side_thread_in_one_task() -> None:
     for _ in range(2):
         sampler.begin([0, 1, 2, 3])
         sampled = sampler.sample([3, 2, 1, 0], falling(40).repeat(4, 1))
-    assert [entry.token_id for entry in sampled] == [6, 0, 6, 6]
+    assert [entry.token_ids[0] for entry in sampled] == [6, 0, 6, 6]
     assert len(set().union(*(state.threads for state in script.states))) == 1
     assert threading.main_thread().name not in script.states[0].threads
     sampler.close()
@@ -172,7 +172,7 @@ def test_masks_are_filled_on_the_side_thread_in_one_task() -> None:
 
 def test_sampling_without_begin_still_obeys_the_grammar() -> None:
     sampler = constrained(Script(((5,), (7,))))
-    assert [sampler.sample([0], falling(40))[0].token_id for _ in range(2)] == [5, 7]
+    assert [sampler.sample([0], falling(40))[0].token_ids[0] for _ in range(2)] == [5, 7]
 
 
 def test_masks_begun_for_a_step_that_failed_are_not_used_later() -> None:
@@ -181,13 +181,13 @@ def test_masks_begun_for_a_step_that_failed_are_not_used_later() -> None:
     sampler.start(SlotStart(0, GREEDY, 0, (1,), (), Script(((9,),))))
     sampler.start(SlotStart(1, GREEDY, 0, (1,), (), Script(((8,),))))
     sampler.begin([1])
-    assert [entry.token_id for entry in sampler.sample([0, 1], falling(40).repeat(2, 1))] == [9, 8]
+    assert [entry.token_ids[0] for entry in sampler.sample([0, 1], falling(40).repeat(2, 1))] == [9, 8]
     sampler.close()
 
 
 def test_a_preempted_grammar_is_replayed() -> None:
     sampler = constrained(Script(((5,), (6,), (7,))), out=(5, 6))
-    assert generate(sampler, 1, falling(40)) == [Sampled(7, stopped=True)]
+    assert generate(sampler, 1, falling(40)) == [RowOutput((7,), stopped=True)]
     sampler.close()
 
 
@@ -195,26 +195,29 @@ def test_tokens_beyond_a_smaller_grammar_vocabulary_are_banned() -> None:
     sampler = Sampler(1, 100, CPU)
     sampler.start(SlotStart(0, GREEDY, 0, (1,), (), Script(((31, 300),))))
     (sampled,) = sampler.sample([0], -falling(100))  # the model prefers high ids
-    assert sampled.token_id == 31
+    assert sampled.token_ids[0] == 31
 
 
 def test_grammar_and_other_masks_act_together() -> None:
     params = replace(GREEDY, bad_words_ids=((5,),), allowed_token_ids=(5, 7, 9))
-    assert generate(constrained(Script(((4, 5, 7, 8),)), params), 1, falling(40))[0].token_id == 7
+    assert generate(constrained(Script(((4, 5, 7, 8),)), params), 1, falling(40))[0].token_ids[0] == 7
 
 
 def test_minimum_length_holds_back_the_end_while_the_grammar_can_go_on() -> None:
     script = Script(((EOS, 5), (EOS, 5), (EOS, 5), (EOS, 5)))
     params = replace(GREEDY, min_tokens=2, stop_token_ids=frozenset((EOS,)))
     sampled = generate(constrained(script, params), 3, falling(40))
-    assert [entry.token_id for entry in sampled] == [5, 5, EOS]
+    assert [entry.token_ids[0] for entry in sampled] == [5, 5, EOS]
 
 
 def test_a_complete_grammar_ends_below_the_minimum_length() -> None:
     script = Script(((5,), (EOS,)))
     params = replace(GREEDY, min_tokens=9, stop_token_ids=frozenset((EOS,)))
     sampled = generate(constrained(script, params), 2, falling(40))
-    assert [(entry.token_id, entry.error, entry.stopped) for entry in sampled] == [(5, None, False), (EOS, None, True)]
+    assert [(entry.token_ids[0], entry.error, entry.stopped) for entry in sampled] == [
+        (5, None, False),
+        (EOS, None, True),
+    ]
 
 
 def test_padding_bits_behind_the_vocabulary_do_not_count_as_a_way_to_go_on() -> None:
@@ -222,7 +225,7 @@ def test_padding_bits_behind_the_vocabulary_do_not_count_as_a_way_to_go_on() -> 
     script = Script(((EOS, 50),))
     params = replace(GREEDY, min_tokens=9, stop_token_ids=frozenset((EOS,)))
     (sampled,) = generate(constrained(script, params), 1, falling(40))
-    assert (sampled.token_id, sampled.error) == (EOS, None)
+    assert (sampled.token_ids[0], sampled.error) == (EOS, None)
 
 
 @pytest.mark.parametrize(
@@ -240,11 +243,11 @@ def test_a_failing_grammar_fails_its_own_row_only(script: Script, reason: str, n
         sampler.begin([0, 1])
         failing, fine = sampler.sample([0, 1], falling(40).repeat(2, 1))
         assert (failing.error is None) == (step < num_good)
-        assert (fine.token_id, fine.error) == (8 + step, None)
+        assert (fine.token_ids[0], fine.error) == (8 + step, None)
     assert failing.error is not None
     assert reason in failing.error
     sampler.start(SlotStart(0, GREEDY, 0, (1,)))  # the next sequence of the slot is well
-    assert sampler.sample([0], falling(40)) == [Sampled(0)]
+    assert sampler.sample([0], falling(40)) == [RowOutput((0,))]
     sampler.close()
 
 
@@ -266,7 +269,7 @@ def test_a_broken_state_gives_its_own_reason() -> None:
 def test_grammar_with_sampling_and_logprobs() -> None:
     params = SamplingParams(seed=3, logprobs=1, top_p=0.9)
     (sampled,) = generate(constrained(Script(((30, 31),)), params), 1, falling(40))
-    assert sampled.token_id in (30, 31)
-    assert sampled.logprob is not None
-    assert sampled.logprob.top_ids == (0,)  # the raw distribution, before the mask
-    assert sampled.logprob.rank == sampled.token_id + 1
+    assert sampled.token_ids[0] in (30, 31)
+    assert sampled.logprobs
+    assert sampled.logprobs[0].top_ids == (0,)  # the raw distribution, before the mask
+    assert sampled.logprobs[0].rank == sampled.token_ids[0] + 1

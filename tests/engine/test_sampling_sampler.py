@@ -23,7 +23,7 @@ def draws(params: SamplingParams, logits: list[float], count: int) -> np.ndarray
     for seed in range(count):
         sampler.start(SlotStart(seed, replace(params, seed=seed), 0, (0,)))
     sampled = sampler.sample(range(count), torch.tensor([logits]).repeat(count, 1))
-    return np.bincount([entry.token_id for entry in sampled], minlength=len(logits))
+    return np.bincount([entry.token_ids[0] for entry in sampled], minlength=len(logits))
 
 
 def one(params: SamplingParams, logits: list[float], prompt: tuple[int, ...] = (0,), out: tuple[int, ...] = ()) -> int:
@@ -32,7 +32,7 @@ def one(params: SamplingParams, logits: list[float], prompt: tuple[int, ...] = (
     sampler.start(SlotStart(0, params, 0, prompt, out))
     (sampled,) = sampler.sample([0], torch.tensor([logits]))
     assert sampled.error is None
-    return sampled.token_id
+    return sampled.token_ids[0]
 
 
 LOGITS = [0.0, 2.0, 1.0, -1.0, 1.5, -3.0]
@@ -73,7 +73,7 @@ def test_greedy_takes_the_first_of_the_highest() -> None:
 def run(params: SamplingParams, choice: int = 0, steps: int = 24) -> list[int]:
     sampler = Sampler(1, 50, CPU)
     sampler.start(SlotStart(0, params, choice, (1, 2)))
-    return [sampler.sample([0], step_logits(step)[None])[0].token_id for step in range(steps)]
+    return [sampler.sample([0], step_logits(step)[None])[0].token_ids[0] for step in range(steps)]
 
 
 def step_logits(step: int, vocab: int = 50) -> torch.Tensor:
@@ -91,7 +91,7 @@ def test_seed_and_choice_decide_the_draws() -> None:
 def test_equal_logits_at_successive_positions_are_drawn_afresh() -> None:
     sampler = Sampler(1, 1000, CPU)
     sampler.start(SlotStart(0, SamplingParams(seed=1), 0, (0,)))
-    drawn = {sampler.sample([0], torch.zeros(1, 1000))[0].token_id for _ in range(50)}
+    drawn = {sampler.sample([0], torch.zeros(1, 1000))[0].token_ids[0] for _ in range(50)}
     assert len(drawn) > 40
 
 
@@ -112,7 +112,7 @@ def test_a_seeds_text_survives_noise_in_the_logits(params: SamplingParams) -> No
         sampler = Sampler(1, 8_000, CPU)
         sampler.start(SlotStart(0, replace(params, seed=21), 0, (1, 2)))
         rows = (step_logits(step, 8_000) + step_logits(step + 1_000, 8_000) * noise for step in range(200))
-        texts.append([sampler.sample([0], row[None])[0].token_id for row in rows])
+        texts.append([sampler.sample([0], row[None])[0].token_ids[0] for row in rows])
     assert texts[0] == texts[1]
 
 
@@ -165,7 +165,7 @@ def test_same_tokens_alone_and_among_strangers_that_come_and_go(number: int) -> 
             sampler.start(SlotStart(slot, VARIETY[shuffle.integers(len(VARIETY))], slot, (slot, 1), (4,) * slot))
         slots = shuffle.permutation([9, *guests]).tolist()
         rows = [step_logits(step) if slot == 9 else step_logits(1000 + slot) for slot in slots]
-        together.append(sampler.sample(slots, torch.stack(rows))[slots.index(9)].token_id)
+        together.append(sampler.sample(slots, torch.stack(rows))[slots.index(9)].token_ids[0])
     assert together == alone
 
 
@@ -180,7 +180,7 @@ def test_a_preempted_sequence_continues_as_if_nothing_had_happened(number: int) 
         if step % 5 == 4:  # preempted: back in the other slot, with the tokens it has
             slot = 1 - slot
             sampler.start(SlotStart(slot, VARIETY[number], 0, (1, 2), tuple(tokens)))
-        tokens.append(sampler.sample([slot], step_logits(step)[None])[0].token_id)
+        tokens.append(sampler.sample([slot], step_logits(step)[None])[0].token_ids[0])
     assert tokens == straight
 
 
@@ -189,7 +189,7 @@ def test_a_slot_forgets_the_sequence_before() -> None:
     sampler.start(SlotStart(0, EVERYTHING, 0, (1, 2), (3, 4, 5)))
     sampler.sample([0], step_logits(0)[None])
     sampler.start(SlotStart(0, SamplingParams(seed=5), 0, (1, 2)))
-    assert [sampler.sample([0], step_logits(step)[None])[0].token_id for step in range(24)] == run(
+    assert [sampler.sample([0], step_logits(step)[None])[0].token_ids[0] for step in range(24)] == run(
         SamplingParams(seed=5)
     )
 
@@ -258,14 +258,14 @@ def test_penalties_advance_with_the_drawn_tokens() -> None:
     sampler = Sampler(1, 3, CPU)
     sampler.start(SlotStart(0, replace(GREEDY, frequency_penalty=1.0), 0, (0,)))
     logits = torch.tensor([[1.0, 0.5, -9.0]])
-    assert [sampler.sample([0], logits.clone())[0].token_id for _ in range(4)] == [0, 1, 0, 1]
+    assert [sampler.sample([0], logits.clone())[0].token_ids[0] for _ in range(4)] == [0, 1, 0, 1]
 
 
 def test_more_different_tokens_than_the_counts_first_had_room_for() -> None:
     """With a huge frequency penalty every token comes once before any comes twice."""
     sampler = Sampler(1, 300, CPU)
     sampler.start(SlotStart(0, replace(GREEDY, frequency_penalty=2.0, repetition_penalty=1.1), 0, ()))
-    tokens = [sampler.sample([0], torch.zeros(1, 300))[0].token_id for _ in range(600)]
+    tokens = [sampler.sample([0], torch.zeros(1, 300))[0].token_ids[0] for _ in range(600)]
     assert tokens[:300] == list(range(300))
     assert sorted(tokens[300:]) == list(range(300))
 
@@ -287,9 +287,9 @@ def test_broken_logits_fail_their_own_row_only(broken: float, params: SamplingPa
     first, second, third = sampler.sample([0, 1, 2], logits)
     assert second.error is not None
     assert "finite" in second.error
-    assert second.logprob is None
-    assert (first.token_id, first.error, third.token_id, third.error) == (7, None, 7, None)
-    assert third.logprob is not None
+    assert not second.logprobs
+    assert (first.token_ids[0], first.error, third.token_ids[0], third.error) == (7, None, 7, None)
+    assert third.logprobs
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(top_p=0.5), SamplingParams(top_k=2)])
@@ -325,9 +325,9 @@ def test_half_precision_logits_are_taken() -> None:
     sampler = Sampler(1, 4, CPU)
     sampler.start(SlotStart(0, replace(GREEDY, logprobs=0), 0, (0,)))
     (sampled,) = sampler.sample([0], torch.tensor([[0.0, 6e4, -6e4, 1.0]], dtype=torch.float16))
-    assert sampled.token_id == 1
-    assert sampled.logprob is not None
-    assert sampled.logprob.logprob == 0.0
+    assert sampled.token_ids[0] == 1
+    assert sampled.logprobs
+    assert sampled.logprobs[0].logprob == 0.0
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_ids_outside_the_vocabulary_are_named(field: str, params: SamplingParams
     sampler.start(SlotStart(0, GREEDY, 0, (0,)))
     with pytest.raises(ValueError, match=rf"token id (10|-1) in {field}"):
         sampler.start(SlotStart(0, params, 0, (0,)))
-    assert sampler.sample([0], torch.eye(10)[3:4])[0].token_id == 3  # the slot is as it was
+    assert sampler.sample([0], torch.eye(10)[3:4])[0].token_ids[0] == 3  # the slot is as it was
 
 
 def test_prompt_and_output_ids_outside_the_vocabulary_are_named() -> None:
@@ -368,7 +368,7 @@ def test_logits_made_under_inference_mode_can_be_edited() -> None:
     sampler.start(SlotStart(0, replace(GREEDY, bad_words_ids=((3,),)), 0, (1,)))
     with torch.inference_mode():
         logits = torch.eye(10)[3:4].clone()
-    assert sampler.sample([0], logits)[0].token_id == 0
+    assert sampler.sample([0], logits)[0].token_ids[0] == 0
 
 
 def test_an_empty_step_gives_nothing() -> None:

@@ -70,18 +70,8 @@ class ScriptedEngine:
             if not row.sample:
                 rows.append(RowOutput(prompt_logprobs=prompt))
                 continue
-            one = next(sampled)
             self._num_output[row.slot] += 1
-            logprobs = (one.logprob,) if one.logprob is not None else ()
-            rows.append(
-                RowOutput(
-                    token_ids=() if one.error else (one.token_id,),
-                    logprobs=logprobs,
-                    prompt_logprobs=prompt,
-                    stopped=one.stopped,
-                    error=one.error,
-                )
-            )
+            rows.append(next(sampled)._replace(prompt_logprobs=prompt))
         return StepOutput(batch.step, tuple(rows), self.step_s)
 
     def _start(self, start: SlotStart) -> None:

@@ -76,7 +76,7 @@ def check(batch: list[tuple[SlotStart, list[float]]], race: str) -> None:
     sampled = sampler.sample([start.slot for start, _ in batch], torch.tensor([logits for _, logits in batch]))
     for (start, logits), got in zip(batch, sampled, strict=True):
         wanted = expected_token(start, logits)
-        assert (got.token_id if got.error is None else None) == wanted
+        assert (got.token_ids[0] if got.error is None else None) == wanted
 
 
 @st.composite
