@@ -13,6 +13,10 @@ Progress = Callable[[str, float], None]
 """Told while loading: the name of the phase, and how much of it is done (0..1)."""
 
 
+ATTENTION_BACKENDS = ("native", "torch", "reference", "triton", "flashinfer", "flash-attn")
+"""Names of those that `engine.attention.select` can make, the preferred of each kind of device first."""
+
+
 def no_progress(phase: str, fraction: float) -> None:
     """A `Progress` that tells nobody."""
 
@@ -35,7 +39,7 @@ class EngineConfig:
         threads: of the CPU's operators; None is one per core that this process may use.
         seed: of the server, for requests that bring none; the engine itself draws nothing without a request's seed.
         kv_cache_dtype: what keys and values are stored as: `auto` (the computation's dtype), `fp8` or `int8`.
-        attention_backend: `auto` or a name that `engine.attention.select` knows.
+        attention_backend: `auto` or one of `ATTENTION_BACKENDS`.
         enforce_eager: on a GPU, launch every decode step anew instead of replaying CUDA graphs.
         quantization: of weights: `auto` keeps what the file holds, `none` widens it, `int8` and `int4` round at load.
     """

@@ -33,6 +33,9 @@ _HEADER_BYTES = _FIELDS.size + _CHECKSUM_BYTES
 MAX_BACKLOG_BYTES = 256 << 20
 """Bytes that may wait to be written; while there are more, evicted blocks are not kept."""
 
+MAX_NAMED = 5
+"""Foreign files that a warning names."""
+
 
 class BadBlock(ValueError):
     """A file that does not hold the block its name says; the message says what is wrong with it."""
@@ -245,14 +248,19 @@ def _digest_of(file_name: str) -> bytes | None:
 
 
 def _report_others(folder: Path) -> None:
-    """Warn of blocks of other models or layouts: they take room and are of no use here."""
-    others = [entry for entry in folder.parent.iterdir() if entry.is_dir() and entry.name != folder.name]
+    """Warn of what takes room and is of no use here: blocks of other models or layouts, files that are no blocks."""
+    entries = [entry for entry in folder.parent.iterdir() if entry.name != folder.name]
+    others = [entry for entry in entries if entry.is_dir()]
     num_bytes = sum(file.stat().st_size for other in others for file in other.glob("*.kv"))
     if num_bytes:
         logger.warning(
             "KV disk tier: %s holds %d bytes of other models or layouts, which are ignored: %s",
             *(folder.parent, num_bytes, ", ".join(sorted(other.name for other in others))),
         )
+    foreign = sorted(entry.name for entry in entries if not entry.is_dir())
+    if foreign:
+        names = ", ".join(foreign[:MAX_NAMED]) + (", ..." if len(foreign) > MAX_NAMED else "")
+        logger.warning("KV disk tier: %s holds %d files that are no KV blocks: %s", folder.parent, len(foreign), names)
 
 
 def disk_tier(root: Path, fingerprint: bytes, block_bytes: int, max_bytes: int) -> DiskTier:

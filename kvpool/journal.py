@@ -16,8 +16,9 @@ from kvpool.prefix import NullPrefixListener, PrefixBlock
 K = TypeVar("K")
 V = TypeVar("V")
 
-MAX_BLOCKS = 65_536
-"""Some 30 MB with blocks of 16 tokens."""
+POOLS_REMEMBERED = 4
+"""How many pools' worth of blocks: what the pool holds, and three times as much that it gave up. Of 16 tokens, a page
+takes some 700 bytes: a thousandth of what a small model's block does."""
 
 MAX_SHARED = 1024
 MAX_RIVALS = 64
@@ -73,9 +74,9 @@ class _Page:
 
 
 class PrefixJournal(NullPrefixListener):
-    """Listens to one index. `now` gives seconds since any origin."""
+    """Listens to one index. `now` gives seconds since any origin; the latest `max_blocks` blocks are remembered."""
 
-    def __init__(self, now: Callable[[], float], max_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(self, now: Callable[[], float], max_blocks: int) -> None:
         self._now = now
         self._max_blocks = max_blocks
         self._pages: OrderedDict[bytes, _Page] = OrderedDict()

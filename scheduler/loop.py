@@ -23,7 +23,7 @@ from functools import partial
 
 from engine.batch import StepEngine, StepOutput
 from engine.errors import EngineDead, StepError
-from kvpool.journal import PrefixJournal
+from kvpool.journal import POOLS_REMEMBERED, PrefixJournal
 from kvpool.pool import BlockPool
 from kvpool.prefix import PrefixListeners
 from scheduler.admission import Admission, DrainMeter
@@ -83,7 +83,7 @@ class Scheduler:
         meters = (self._meter, forecast, self._arrivals, self._lookups, pace)
         self._observer = Observers(*meters, *([observer] if observer else []))
         self._offload = Offload(self._backing.tier)
-        self._journal = PrefixJournal(self._clock.now)
+        self._journal = PrefixJournal(self._clock.now, POOLS_REMEMBERED * pool.num_blocks)
         listeners = PrefixListeners(self._journal, *([listener] if listener else []))
         running = RunningSet(pool, config, self._offload, forecast, listeners)
         self._roster = Roster(running, self._offload, self._journal, self._clock, self._observer)
@@ -277,11 +277,10 @@ class Scheduler:
 
     def _report(self, plan: Plan, output: StepOutput, num_output_tokens: int, times: tuple[float, float]) -> None:
         plan_s, began_s = times
-        num_decode_tokens = plan.num_decode_tokens
         report = StepReport(
             num_rows=len(plan.batch.rows),
-            num_prefill_tokens=plan.batch.num_tokens - num_decode_tokens,
-            num_decode_tokens=num_decode_tokens,
+            num_prefill_tokens=plan.num_prefill_tokens,
+            num_decode_tokens=plan.num_decode_tokens,
             num_output_tokens=num_output_tokens,
             plan_s=plan_s,
             engine_s=output.duration_s,

@@ -194,10 +194,12 @@ def _scheduler(loaded: Loaded, config: ServerConfig, observer: Observer) -> Sche
 def _tier(loaded: Loaded, config: ServerConfig) -> BlockTier | None:
     """Where KV blocks go that the pool has no room for, as the settings say."""
     tiers: list[BlockTier] = []
+    block_bytes = loaded.engine.info.layout.bytes_per_block
     if config.kv_host_memory is not None:
+        _check_room("--kv-host-memory", config.kv_host_memory, block_bytes)
         tiers.append(HostTier(config.kv_host_memory))
     if config.kv_disk_path is not None:
-        block_bytes = loaded.engine.info.layout.bytes_per_block
+        _check_room("--kv-disk-size", config.kv_disk_size, block_bytes)
         try:
             tiers.append(
                 disk_tier(Path(config.kv_disk_path), _kv_fingerprint(loaded), block_bytes, config.kv_disk_size)
@@ -207,6 +209,11 @@ def _tier(loaded: Loaded, config: ServerConfig) -> BlockTier | None:
     if tiers and not config.enable_prefix_caching:
         raise ConfigError("--kv-host-memory and --kv-disk-path need prefix caching, which is switched off")
     return Tiers(*tiers) if tiers else None
+
+
+def _check_room(flag: str, num_bytes: int, block_bytes: int) -> None:
+    if num_bytes < block_bytes:
+        raise ConfigError(f"{flag}: {num_bytes} bytes have no room for a KV block, which takes {block_bytes}")
 
 
 def _kv_fingerprint(loaded: Loaded) -> bytes:

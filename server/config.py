@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from engine.config import ATTENTION_BACKENDS
 from engine.sampling.params import MAX_LOGPROBS, SAMPLER_ORDER, check_sampler_order
 from kvpool.layout import KV_CACHE_DTYPES
 from server.flags import (
@@ -21,6 +22,7 @@ from server.flags import (
     number,
     read_settings,
     size,
+    some_bytes,
 )
 
 DESCRIPTION = (
@@ -110,12 +112,12 @@ class ServerConfig:
         metavar="SHARE",
     )
     kv_host_memory: int | None = flag(
-        None, "host memory for KV blocks that an accelerator's cache has no room for (off)", size, metavar="SIZE"
+        None, "host memory for KV blocks that an accelerator's cache has no room for (off)", some_bytes, metavar="SIZE"
     )
     kv_disk_path: str | None = flag(
         None, "folder for KV blocks that the cache has no room for, found again after a restart (off)", metavar="DIR"
     )
-    kv_disk_size: int = flag(10 << 30, "bytes that --kv-disk-path may take (10GiB)", size, metavar="SIZE")
+    kv_disk_size: int = flag(10 << 30, "bytes that --kv-disk-path may take (10GiB)", some_bytes, metavar="SIZE")
     kv_events_endpoint: str | None = flag(
         None, "publish KV cache events for routers, as in tcp://*:5557; needs quire[events] (off)", metavar="ENDPOINT"
     )
@@ -143,7 +145,10 @@ class ServerConfig:
     )
     scheduling_policy: str = flag("fcfs", "fcfs or priority (fcfs)", choice("fcfs", "priority"), metavar="NAME")
     attention_backend: str = flag(
-        "auto", "auto, native, torch, reference, triton, flashinfer or flash-attn (auto)", metavar="NAME"
+        "auto",
+        f"auto, {', '.join(ATTENTION_BACKENDS[:-1])} or {ATTENTION_BACKENDS[-1]} (auto)",
+        choice("auto", *ATTENTION_BACKENDS),
+        metavar="NAME",
     )
 
     chat_template: str | None = flag(None, "Jinja file, or the template itself, instead of the model's", metavar="FILE")

@@ -85,6 +85,14 @@ def size(text: str) -> int:
     return int(Fraction(number) * (1024 if binary else 1000) ** " kmgt".index(unit.lower() or " "))
 
 
+def some_bytes(text: str) -> int:
+    """The same, and at least one."""
+    value = size(text)
+    if value == 0:
+        raise ValueError("a number of bytes above 0, such as 2GiB")
+    return value
+
+
 def integer(low: int, high: int | None = None) -> Parse:
     """A parser of whole numbers within `low..high`."""
     expected = f"a whole number {f'from {low} to {high}' if high is not None else f'of at least {low}'}"

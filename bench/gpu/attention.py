@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from bench.gpu.clock import free_bytes, median_s
-from bench.gpu.report import Finding, skipped
+from bench.gpu.report import Finding, share, skipped
 from engine.attention.interface import (
     AttentionBackend,
     AttentionInputs,
@@ -130,7 +130,7 @@ def _by_library(
 
 def _measured(what: str, setting: Setting, seconds: float, bandwidth: float, how: str) -> Finding:
     rate = setting.read_bytes / seconds
-    value = f"{rate / 1e9:.0f} GB/s, {rate / bandwidth:.0%} of a copy"
+    value = f"{rate / 1e9:.0f} GB/s, {share(rate, bandwidth, 'a copy')}"
     layer_us = seconds / setting.layout.num_layers * 1e6
     return Finding(PART, what, value, details={"bytes_per_s": rate, "layer_us": layer_us, "how": how})
 

@@ -28,6 +28,11 @@ def check(part: str, what: str, error: float, limit: float) -> Finding:
     return Finding(part, what, f"{error:.1e}", "ok" if error <= limit else "FAIL", {"error": error, "limit": limit})
 
 
+def share(rate: float, bandwidth: float, of: str) -> str:
+    """`rate` as a share of a bandwidth, called `of`; more than all of it does not come from the memory measured."""
+    return f"{rate / bandwidth:.0%} of {of}" if rate <= bandwidth else f"beyond {of}: read from a cache"
+
+
 def skipped(part: str, what: str, reason: str) -> Finding:
     """What was not done, and why."""
     return Finding(part, what, reason, "skipped")

@@ -11,7 +11,7 @@ import torch
 
 from bench.gpu.clock import free_bytes
 from bench.gpu.models import decoder_of, llama_8b, qwen3_config, random_decoder, random_hf_model, tiny_llama
-from bench.gpu.report import Finding, skipped
+from bench.gpu.report import Finding, share, skipped
 from engine.batch import Batch, Row, SlotStart
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -113,8 +113,8 @@ def steps(device: torch.device, bandwidth: float, tiny: bool) -> Iterator[Findin
         engine.close()
         unread_bytes = spec.vocab_size * spec.hidden_size * dtype.itemsize  # a step looks up one row of the embedding
         step_bytes = decoder.weight_bytes - unread_bytes + num_past * engine.info.layout.bytes_per_token
-        share = step_bytes / bandwidth / seconds
-        value = f"{seconds * 1e3:.2f} ms, {1 / seconds:.0f} tok/s, {share:.0%} of the bandwidth bound"
+        reached = share(step_bytes / seconds, bandwidth, "the bandwidth bound")
+        value = f"{seconds * 1e3:.2f} ms, {1 / seconds:.0f} tok/s, {reached}"
         name = "tiny" if tiny else "Llama 3.1 8B's shape"
         details = {"seconds": seconds, "bytes": step_bytes, "attention": engine.info.attention_backend}
         yield Finding(part, f"{name}, batch 1, {_how(device, eager)}", value, details=details)

@@ -34,6 +34,9 @@ class Demands:
     def check(self, storage: KVStorage) -> None:
         """Raises ValueError, naming the one thing that stands in the way."""
         layout, dtype = storage.layout, storage.dtype
+        found = capability_of(storage.device)
+        if found is None:
+            raise ValueError(f"{self.name} needs a CUDA device, and the KV cache is on {storage.device}")
         if layout.is_quantized or dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"{self.name} reads float16 and bfloat16 KV caches, not one of {_name_of(dtype)}")
         if layout.head_dim not in self.head_dims:
@@ -43,9 +46,6 @@ class Demands:
                 f"{self.name} needs a block size that is a multiple of {self.block_multiple}, got {layout.block_size}"
             )
         needed = max(self.capability, (8, 0)) if dtype == torch.bfloat16 else self.capability
-        found = capability_of(storage.device)
-        if found is None:
-            raise ValueError(f"{self.name} needs a CUDA device, and the KV cache is on {storage.device}")
         if found < needed:
             raise ValueError(
                 f"{self.name} needs a GPU of compute capability {_dotted(needed)} for {_name_of(dtype)}, "

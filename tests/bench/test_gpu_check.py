@@ -13,7 +13,7 @@ import torch
 
 from bench import gpu_check
 from bench.gpu.isolation import run_apart
-from bench.gpu.report import Finding, check, skipped, table
+from bench.gpu.report import Finding, check, share, skipped, table
 from engine.attention import optional
 from tests.fakes.attention_libraries import fake_flash_attn, fake_flashinfer
 
@@ -197,3 +197,8 @@ def test_the_table_is_aligned_markdown() -> None:
     assert len({len(line) for line in lines}) == 1
     assert set(lines[1]) == {"|", "-", " "}
     assert "skipped" in lines[3]
+
+
+def test_more_than_the_bandwidth_is_no_share_of_it() -> None:
+    assert share(0.5e9, 1e9, "a copy") == "50% of a copy"
+    assert share(3e9, 1e9, "a copy") == "beyond a copy: read from a cache"

@@ -11,6 +11,7 @@ from engine.attention import optional, select
 from engine.attention.interface import AttentionBackend, AttentionShape
 from engine.attention.reference import ReferenceAttention
 from engine.attention.select import BACKENDS, GPU_BACKENDS, select_attention
+from engine.config import ATTENTION_BACKENDS
 from engine.errors import LoadError
 from engine.native import find_native
 from kvpool.storage import KVStorage
@@ -39,14 +40,19 @@ def test_the_log_says_which_and_why(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [f"attention by {selection.backend.name}: {selection.reason}"]
 
 
+def test_the_settings_know_the_names_there_are() -> None:
+    assert (*BACKENDS, *GPU_BACKENDS) == ATTENTION_BACKENDS
+
+
 def test_an_unknown_name_is_answered_with_those_there_are() -> None:
     with pytest.raises(LoadError, match=r"'flash'.*auto.*torch.*reference.*triton.*flashinfer.*flash-attn"):
         select_attention("flash", small_pool(), SHAPE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["flashinfer", "flash-attn"])
-def test_a_library_asked_for_on_a_cpu_is_a_load_error(name: str) -> None:
-    storage = small_pool(block_size=256, head_dim=64, dtype=torch.float16)
+def test_a_library_asked_for_on_a_cpu_is_a_load_error(name: str, dtype: torch.dtype) -> None:
+    storage = small_pool(block_size=256, head_dim=64, dtype=dtype)
     with pytest.raises(LoadError, match=f"'{name}' cannot serve here: {name} needs a CUDA device"):
         select_attention(name, storage, SHAPE)
 

@@ -94,6 +94,17 @@ def test_blocks_of_another_model_are_reported_and_never_found(tmp_path: Path, ca
     other.close()
 
 
+def test_a_folder_of_other_files_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(8):
+        (tmp_path / f"photo{number}.jpg").write_bytes(b"x")
+    with caplog.at_level(logging.WARNING):
+        make_disk(tmp_path, 100).close()
+    [warning] = caplog.messages
+    assert f"{tmp_path} holds 8 files that are no KV blocks: photo0.jpg, photo1.jpg" in warning
+    assert warning.endswith("photo4.jpg, ...")
+    assert len(list(tmp_path.glob("*.jpg"))) == 8, "they are left alone"
+
+
 def test_foreign_and_unfinished_files_do_not_matter(tmp_path: Path) -> None:
     stored(tmp_path, 1)
     [folder] = [path for path in tmp_path.iterdir() if path.is_dir()]

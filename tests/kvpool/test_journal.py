@@ -25,7 +25,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def journal(clock: Clock) -> PrefixJournal:
-    return PrefixJournal(clock.now)
+    return PrefixJournal(clock.now, max_blocks=100)
 
 
 def chain(token_ids: list[int], root: bytes = ROOT, scope: bytes = MODEL) -> PromptChain:

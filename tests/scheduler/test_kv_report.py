@@ -2,7 +2,7 @@
 
 import asyncio
 
-from kvpool.journal import Miss, MissReason
+from kvpool.journal import POOLS_REMEMBERED, Miss, MissReason
 from kvpool.prefix import namespace_root
 from scheduler.kv_report import unused_slots
 from tests.scheduler.harness import House, house, request
@@ -101,3 +101,15 @@ async def test_nothing_is_explained_unasked() -> None:
 async def test_without_a_cache_nobody_is_asked() -> None:
     async with house(enable_prefix_caching=False) as home:
         assert await explained(home, list(range(10))) == (0, Miss(MissReason.NOT_ASKED, 0))
+
+
+async def test_evictions_are_remembered_for_some_pools_and_no_longer() -> None:
+    here = {"cache_namespace": namespace_root("m", ""), "cache_scope": namespace_root("m")}
+    async with house(num_blocks=8) as home:
+        first, later = [1] * 10, [[number] * 10 for number in range(2, 14)]
+        for prompt in (first, *later):
+            await explained(home, prompt, **here)
+        assert await explained(home, first, **here) == (0, Miss(MissReason.EVICTED, 0))
+        for number in range(100, 100 + POOLS_REMEMBERED * 8 // 2):
+            await explained(home, [number] * 10, **here)
+        assert await explained(home, later[0], **here) == (0, Miss(MissReason.NEVER_SEEN, 0))
