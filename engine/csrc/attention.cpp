@@ -1,179 +1,26 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <cmath>
 #include <type_traits>
 
-#include "kv_codes.h"
-#include "simd.h"
+#include "attention_tile.h"
 
 namespace quire {
 
-constexpr int kTile = 64;        // keys per tile
-constexpr int kMaxQueries = 64;  // query vectors per item
+constexpr int kMaxQueries = 64;   // query vectors per item
+constexpr int kMaxWidth = 512;    // elements of a token's keys that are read together
 constexpr int kItemsPerThread = 4;
-constexpr float kMinusInf = -INFINITY;
+constexpr int kDirectQueries = 2 * kQueryRows;  // so few that values are widened where they are used
 
-static_assert(sizeof(AttentionScratch::key_rows) == kTile * sizeof(float*), "a row pointer for each key of a tile");
+static_assert(sizeof(AttentionScratch::value_rows) == kTile * sizeof(void*), "a row pointer for each key of a tile");
 
 static int queries_per_item(const AttentionArgs& a) { return std::max(1, kMaxQueries / a.group()); }
 static int max_vectors(const AttentionArgs& a) { return queries_per_item(a) * a.group(); }
 
-// Softmax state of some query vectors: unnormalised outputs, maxima, sums. A view of size(count, dim) floats.
-struct State {
-  float *acc, *max, *sum;
-
-  State(float* memory, int count, int dim) : acc(memory), max(memory + count * dim), sum(max + count) {}
-  static int64_t size(int64_t count, int64_t dim) { return count * (dim + 2); }
-};
-
-// scores[m][j] = q[m] . k[j] for M query vectors and four keys.
-template <int M>
-static void score_block(const float* const* q, const float* const* k, int dim, float* const* scores) {
-  vfloat sum[M][4] = {};
-  int d = 0;
-  for (; d + kLanes <= dim; d += kLanes) {
-    vfloat key[4];
-#pragma GCC unroll 16
-    for (int j = 0; j < 4; ++j) key[j] = load(k[j] + d);
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-      const vfloat x = load(q[m] + d);
-#pragma GCC unroll 16
-      for (int j = 0; j < 4; ++j) sum[m][j] += x * key[j];
-    }
-  }
-#pragma GCC unroll 16
-  for (int m = 0; m < M; ++m) {
-    reduce_add4(sum[m], scores[m]);
-    for (int rest = d; rest < dim; ++rest)
-#pragma GCC unroll 16
-      for (int j = 0; j < 4; ++j) scores[m][j] += q[m][rest] * k[j][rest];
-  }
-}
-
-static void score_tile(const float* q, int count, AttentionScratch& s, int n, int dim) {
-  for (int j = 0; j < n; j += 4) {
-    const float* keys[4];
-#pragma GCC unroll 16
-    for (int i = 0; i < 4; ++i) keys[i] = s.key_rows[std::min(j + i, n - 1)];
-    int m = 0;
-    for (; m + 2 <= count; m += 2) {
-      const float* queries[2] = {q + m * dim, q + (m + 1) * dim};
-      float* scores[2] = {&s.scores[m * kTile + j], &s.scores[(m + 1) * kTile + j]};
-      score_block<2>(queries, keys, dim, scores);
-    }
-    if (m < count) {
-      const float* query = q + m * dim;
-      float* scores = &s.scores[m * kTile + j];
-      score_block<1>(&query, keys, dim, &scores);
-    }
-  }
-}
-
-// Scores of one query vector to softmax weights relative to the tile's maximum; it sees keys [first, last) of the tile.
-static void softmax_tile(float* row, int first, int last, float scale, float* max, float* sum) {
-  vint index;
-  for (int i = 0; i < kLanes; ++i) index[i] = i;
-  vfloat top = splat(kMinusInf);
-  for (int j = 0; j < kTile; j += kLanes) {
-    const vint hidden = (index < first - j) | (index >= last - j);
-    const vfloat score = hidden ? splat(kMinusInf) : load(row + j) * splat(scale);
-    store(row + j, score);
-    top = quire::max(score, top);
-  }
-  *max = reduce_max(top);
-  *sum = 0.0f;
-  if (*max == kMinusInf) {
-    std::fill(row, row + kTile, 0.0f);
-    return;
-  }
-  vfloat total{};
-  for (int j = 0; j < kTile; j += kLanes) {
-    const vfloat weight = exp_nonpositive(load(row + j) - splat(*max));
-    store(row + j, weight);
-    total += weight;
-  }
-  *sum = reduce_add(total);
-}
-
-// Vectors kWide * kLanes wide of M outputs: out[m] = sum over j of weights[m][j] * v[j].
-template <int M, int kWide>
-static void value_block(const float* const* weights, const float* const* v, int n, int d, float* const* out) {
-  vfloat acc[M][kWide] = {};
-  for (int j = 0; j < n; ++j) {
-    vfloat value[kWide];
-#pragma GCC unroll 16
-    for (int i = 0; i < kWide; ++i) value[i] = load(v[j] + d + i * kLanes);
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 16
-      for (int i = 0; i < kWide; ++i) acc[m][i] += splat(weights[m][j]) * value[i];
-  }
-#pragma GCC unroll 16
-  for (int m = 0; m < M; ++m)
-#pragma GCC unroll 16
-    for (int i = 0; i < kWide; ++i) store(out[m] + d + i * kLanes, acc[m][i]);
-}
-
-template <int M>
-static void value_rows(const float* const* weights, const float* const* v, int n, int dim, float* const* out) {
-  int d = 0;
-  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) value_block<M, 4>(weights, v, n, d, out);
-  for (; d + kLanes <= dim; d += kLanes) value_block<M, 1>(weights, v, n, d, out);
-  for (; d < dim; ++d)
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-      float sum = 0.0f;
-      for (int j = 0; j < n; ++j) sum += weights[m][j] * v[j][d];
-      out[m][d] = sum;
-    }
-}
-
-static void value_tile(AttentionScratch& s, float* out, int count, int n, int dim) {
-  int m = 0;
-  for (; m + 2 <= count; m += 2) {
-    const float* weights[2] = {&s.scores[m * kTile], &s.scores[(m + 1) * kTile]};
-    float* rows[2] = {out + m * dim, out + (m + 1) * dim};
-    value_rows<2>(weights, s.value_rows, n, dim, rows);
-  }
-  if (m < count) {
-    const float* weights = &s.scores[m * kTile];
-    float* row = out + m * dim;
-    value_rows<1>(&weights, s.value_rows, n, dim, &row);
-  }
-}
-
-// One head of one cell of the pool as floats.
-template <typename KV>
-static void widen_head(const AttentionArgs& a, const KV* cell, int kv_head, float* target) {
-  if constexpr (is_code<KV>) {
-    const float scale = to_float(*scale_of(cell, a.num_kv_heads, a.head_dim, kv_head));
-    widen_codes(cell + kv_head * a.head_stride, scale, target, a.head_dim);
-  } else {
-    widen(cell + kv_head * a.head_stride, target, a.head_dim);
-  }
-}
-
-// Pointers to keys [first, first + n) and their values as floats: into the pool itself, or into a widened copy.
-template <typename KV>
-static void gather_tile(const AttentionArgs& a, const AttentionItem& it, int first, int n, AttentionScratch& s) {
-  const KV* pool = static_cast<const KV*>(a.kv);
-  const int32_t* table = a.block_tables + it.row * a.table_stride;
-  int block = first / a.block_size, offset = first % a.block_size;
-  for (int j = 0; j < n; ++j) {
-    const KV* cell = pool + table[block] * a.block_stride + offset * a.token_stride;
-    if constexpr (std::is_same_v<KV, float>) {
-      s.key_rows[j] = cell + it.kv_head * a.head_stride;
-      s.value_rows[j] = s.key_rows[j] + a.value_offset;
-    } else {
-      widen_head(a, cell, it.kv_head, &s.keys[j * a.head_dim]);
-      widen_head(a, cell + a.value_offset, it.kv_head, &s.values[j * a.head_dim]);
-      s.key_rows[j] = &s.keys[j * a.head_dim];
-      s.value_rows[j] = &s.values[j * a.head_dim];
-    }
-    if (++offset == a.block_size) offset = 0, ++block;
-  }
+// With so many queries, at most queries_per_item.
+static int heads_per_item(const AttentionArgs& a, int queries) {
+  const int heads = std::min(max_vectors(a) / (a.group() * queries), kMaxWidth / a.head_dim);
+  return std::clamp(heads, 1, a.num_kv_heads);
 }
 
 static int first_position(const AttentionArgs& a, const AttentionItem& it) {
@@ -181,96 +28,213 @@ static int first_position(const AttentionArgs& a, const AttentionItem& it) {
   return a.context_lens[it.row] - queries + it.first_query;
 }
 
-template <typename KV>
-static void run_tile(const AttentionArgs& a, const AttentionItem& it, int tile, AttentionScratch& s, const State& out) {
-  const int group = a.group(), count = it.num_queries * group, position = first_position(a, it);
-  const int first = tile * kTile, n = std::min(kTile, position + it.num_queries - first);
-  gather_tile<KV>(a, it, first, n, s);
-  score_tile(s.queries.data(), count, s, n, a.head_dim);
-  for (int m = 0; m < count; ++m) {
-    const int own = position + m / group - first;  // it sees keys up to its own, within the window
-    const int low = a.window > 0 ? std::max(0, own - a.window + 1) : 0;
-    softmax_tile(&s.scores[m * kTile], low, std::min(n, own + 1), a.scale, out.max + m, out.sum + m);
+// Of each kv head of an item.
+static int num_vectors(const AttentionArgs& a, const AttentionItem& it) { return it.num_queries * a.group(); }
+
+static int num_keys(const AttentionArgs& a, const AttentionItem& it, int tile) {
+  return std::min(kTile, first_position(a, it) + it.num_queries - tile * kTile);
+}
+
+// Calls visit(j, keys) for the tile's tokens: where the keys of the item's first head lie.
+template <typename KV, typename Visit>
+static void for_tokens(const AttentionArgs& a, const AttentionItem& it, int tile, Visit&& visit) {
+  const KV* pool = static_cast<const KV*>(a.kv) + it.first_head * a.head_stride;
+  const int32_t* table = a.block_tables + it.row * a.table_stride;
+  int block = tile * kTile / a.block_size, offset = tile * kTile % a.block_size;
+  for (int j = 0, n = num_keys(a, it, tile); j < n; ++j) {
+    visit(j, pool + table[block] * a.block_stride + offset * a.token_stride);
+    if (++offset == a.block_size) offset = 0, ++block;
   }
-  value_tile(s, out.acc, count, n, a.head_dim);
 }
 
-static void clear(const State& state, int count, int dim) {
-  std::fill_n(state.acc, count * dim, 0.0f);
-  std::fill_n(state.max, count, kMinusInf);
-  std::fill_n(state.sum, count, 0.0f);
+// What codes are multiplied with, by head and key.
+template <typename KV>
+static void gather_scales(const AttentionArgs& a, const AttentionItem& it, int j, const KV* keys, AttentionScratch& s) {
+  const KV* cell = keys - it.first_head * a.head_stride;
+  for (int h = 0; h < it.num_heads(); ++h) {
+    const int head = it.first_head + h;
+    s.key_scales[h * kTile + j] = kUnit<KV> * to_float(*scale_of(cell, a.num_kv_heads, a.head_dim, head));
+    s.value_scales[h * kTile + j] =
+        kUnit<KV> * to_float(*scale_of(cell + a.value_offset, a.num_kv_heads, a.head_dim, head));
+  }
 }
 
-// Adds the result of a later tile to that of the tiles before it.
-static void merge(const State& into, const State& from, int count, int dim) {
-  for (int m = 0; m < count; ++m) {
-    const float top = std::max(into.max[m], from.max[m]);
-    if (top == kMinusInf) continue;
-    const float x = std::exp(into.max[m] - top), y = std::exp(from.max[m] - top);
-    into.max[m] = top;
-    into.sum[m] = into.sum[m] * x + from.sum[m] * y;
-    float* acc = into.acc + m * dim;
-    const float* more = from.acc + m * dim;
-    for (int d = 0; d < dim; ++d) acc[d] = acc[d] * x + more[d] * y;
+// Keys as columns, by head; pointers to values.
+template <typename KV>
+static void gather(const AttentionArgs& a, const AttentionItem& it, int tile, AttentionScratch& s, Ahead& ahead) {
+  const int dim = a.head_dim, n = num_keys(a, it, tile);
+  const KV* keys[kTile];
+  for_tokens<KV>(a, it, tile, [&](int j, const KV* token) {
+    keys[j] = token;
+    s.value_rows[j] = token + a.value_offset;
+    ahead.add(s.value_rows[j]);
+    if constexpr (is_code<KV>) gather_scales(a, it, j, token, s);
+  });
+  for (int j = 0; j < n; j += kLanes) {
+    for (int h = 0; h < it.num_heads(); ++h) {
+      const float* rows[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        const KV* key = keys[std::min(j + i, n - 1)] + h * a.head_stride;
+        if constexpr (std::is_same_v<KV, float>) {
+          rows[i] = key;
+        } else {
+          widen(key, &s.rows[i * dim], dim);
+          rows[i] = &s.rows[i * dim];
+        }
+      }
+      turn_keys(rows, dim, &s.columns[(h * kTile + j) * dim]);
+      ahead.fetch(2 * kLanes);
+    }
+  }
+}
+
+// The keys of what is computed next: here, or in the item that this thread probably takes next.
+template <typename KV>
+static void look_ahead(const AttentionArgs& a, const AttentionItem& it, int tile, const AttentionItem* next,
+                       Ahead& ahead) {
+  const auto add = [&](int, const KV* token) { ahead.add(token); };
+  if (tile + 1 < it.end_tile)
+    for_tokens<KV>(a, it, tile + 1, add);
+  else if (next)
+    for_tokens<KV>(a, *next, next->first_tile, add);
+}
+
+// The states of an item's heads side by side.
+struct States {
+  float* memory;
+  int count, dim;
+
+  State operator[](int head) const { return {memory + State::size(count, dim) * head, count, dim}; }
+};
+
+// Softmax weights of one head, from its columns; maxima and sums to `out`.
+template <typename KV>
+static void weigh_keys(const AttentionArgs& a, const AttentionItem& it, int tile, int head, AttentionScratch& s,
+                       const State& out, Ahead& ahead) {
+  const int group = a.group(), count = num_vectors(a, it), dim = a.head_dim, n = num_keys(a, it, tile);
+  const int position = first_position(a, it) - tile * kTile;
+  const float* queries = &s.queries[head * count * dim];
+  float* scores = &s.scores[head * count * kTile];
+  in_row_blocks(count, [&](auto rows, int first) {
+    score_rows<rows>(queries + first * dim, &s.columns[head * kTile * dim], n, dim, scores + first * kTile,
+                     ahead.rest());
+    for (int m = first; m < first + rows; ++m) {
+      const int own = position + m / group;  // it sees keys up to its own, within the window
+      const int low = a.window > 0 ? std::max(0, own - a.window + 1) : 0;
+      const TileView view{low, std::min(n, own + 1), is_code<KV> ? &s.key_scales[head * kTile] : nullptr,
+                          is_code<KV> ? &s.value_scales[head * kTile] : nullptr};
+      softmax_row(scores + m * kTile, view, out.max + m, out.sum + m);
+    }
+  });
+}
+
+template <typename E>
+static void weigh_values(const Values& values, int count, const float* weights, float* out, Ahead& ahead) {
+  in_row_blocks(count, [&](auto rows, int m) {
+    value_rows<rows, E>(weights + m * kTile, values, out + m * values.dim, ahead.rest());
+  });
+}
+
+template <typename KV>
+static void widen_values(const AttentionArgs& a, const AttentionItem& it, int n, AttentionScratch& s) {
+  const int dim = a.head_dim, width = it.num_heads() * dim;
+  for (int j = 0; j < n; ++j) {
+    for (int h = 0; h < it.num_heads(); ++h)
+      widen(static_cast<const KV*>(s.value_rows[j]) + h * a.head_stride, &s.values[j * width + h * dim], dim);
+    s.value_rows[j] = &s.values[j * width];
+  }
+}
+
+template <typename KV>
+static void run_tile(const AttentionArgs& a, const AttentionItem& it, int tile, const AttentionItem* next,
+                     AttentionScratch& s, const States& out) {
+  const int count = num_vectors(a, it), n = num_keys(a, it, tile);
+  Ahead ahead(static_cast<int>(((it.num_heads() - 1) * a.head_stride + a.head_dim) * sizeof(KV)));
+  gather<KV>(a, it, tile, s, ahead);
+  look_ahead<KV>(a, it, tile, next, ahead);
+  for (int h = 0; h < it.num_heads(); ++h) weigh_keys<KV>(a, it, tile, h, s, out[h], ahead);
+  const bool widens = !std::is_same_v<KV, float> && count > kDirectQueries;
+  if (widens) widen_values<KV>(a, it, n, s);
+  for (int h = 0; h < it.num_heads(); ++h) {
+    const float* weights = &s.scores[h * count * kTile];
+    if (widens)
+      weigh_values<float>({s.value_rows, h * a.head_dim, n, a.head_dim}, count, weights, out[h].acc, ahead);
+    else
+      weigh_values<KV>({s.value_rows, h * a.head_stride, n, a.head_dim}, count, weights, out[h].acc, ahead);
   }
 }
 
 template <typename Q>
 static void load_queries(const AttentionArgs& a, const AttentionItem& it, AttentionScratch& s) {
   const int width = a.group() * a.head_dim;
-  for (int i = 0; i < it.num_queries; ++i) {
-    const int64_t token = a.query_starts[it.row] + it.first_query + i;
-    const Q* q = static_cast<const Q*>(a.q) + token * a.q_token_stride + it.kv_head * width;
-    widen(q, &s.queries[i * width], width);
-  }
+  float* target = s.queries.data();
+  for (int head = it.first_head; head < it.end_head; ++head)
+    for (int i = 0; i < it.num_queries; ++i, target += width) {
+      const int64_t token = a.query_starts[it.row] + it.first_query + i;
+      widen(static_cast<const Q*>(a.q) + token * a.q_token_stride + head * width, target, width);
+      for (int d = 0; d < width; ++d) target[d] *= a.scale;
+    }
 }
 
 template <typename Q>
-static void store_output(const AttentionArgs& a, const AttentionItem& it, const State& state) {
+static void store_output(const AttentionArgs& a, const AttentionItem& it, const States& states) {
   const int group = a.group(), dim = a.head_dim;
-  for (int m = 0; m < it.num_queries * group; ++m) {
-    const int64_t token = a.query_starts[it.row] + it.first_query + m / group;
-    Q* out = static_cast<Q*>(a.out) + token * a.out_token_stride + (it.kv_head * group + m % group) * dim;
-    const float inverse = 1.0f / state.sum[m];
-    for (int d = 0; d < dim; ++d) from_float(state.acc[m * dim + d] * inverse, out + d);
+  for (int head = it.first_head; head < it.end_head; ++head) {
+    const State state = states[head - it.first_head];
+    for (int m = 0; m < it.num_queries * group; ++m) {
+      const int64_t token = a.query_starts[it.row] + it.first_query + m / group;
+      Q* out = static_cast<Q*>(a.out) + token * a.out_token_stride + (head * group + m % group) * dim;
+      const float inverse = 1.0f / state.sum[m];
+      for (int d = 0; d < dim; ++d) from_float(state.acc[static_cast<int64_t>(m) * dim + d] * inverse, out + d);
+    }
   }
+}
+
+static States cleared_total(const AttentionArgs& a, const AttentionItem& it, AttentionScratch& s) {
+  const States total{s.total.data(), num_vectors(a, it), a.head_dim};
+  for (int h = 0; h < it.num_heads(); ++h) clear(total[h], total.count, total.dim);
+  return total;
+}
+
+static void merge_heads(const AttentionItem& it, const States& into, const States& from) {
+  for (int h = 0; h < it.num_heads(); ++h) merge(into[h], from[h], into.count, into.dim);
+}
+
+// A tile's states in `partials`.
+static States partial_states(const AttentionArgs& a, const AttentionItem& it, int tile, AttentionPlan& plan) {
+  const int count = num_vectors(a, it);
+  const int64_t size = State::size(count, a.head_dim) * it.num_heads();
+  return {&plan.partials[it.partial + size * (tile - it.first_tile)], count, a.head_dim};
 }
 
 // Whoever finishes the last piece of a shared item merges the tiles of all pieces.
 template <typename Q>
 static void join(const AttentionArgs& a, const AttentionItem& it, AttentionPlan& plan, AttentionScratch& s) {
-  const int count = it.num_queries * a.group(), dim = a.head_dim;
-  const State total(s.total.data(), count, dim);
-  clear(total, count, dim);
-  for (int tile = it.first_tile; tile < it.end_tile; ++tile) {
-    float* memory = &plan.partials[it.partial + State::size(count, dim) * (tile - it.first_tile)];
-    merge(total, State(memory, count, dim), count, dim);
-  }
+  const States total = cleared_total(a, it, s);
+  for (int tile = it.first_tile; tile < it.end_tile; ++tile)
+    merge_heads(it, total, partial_states(a, it, tile, plan));
   store_output<Q>(a, it, total);
 }
 
 template <typename Q, typename KV>
-static void run_piece(const AttentionArgs& a, const AttentionItem& it, AttentionPlan& plan, AttentionScratch& s) {
-  const int count = it.num_queries * a.group(), dim = a.head_dim;
-  for (int tile = it.first_tile; tile < it.end_tile; ++tile) {
-    float* memory = &plan.partials[it.partial + State::size(count, dim) * (tile - it.first_tile)];
-    run_tile<KV>(a, it, tile, s, State(memory, count, dim));
-  }
+static void run_piece(const AttentionArgs& a, const AttentionItem& it, const AttentionItem* next, AttentionPlan& plan,
+                      AttentionScratch& s) {
+  for (int tile = it.first_tile; tile < it.end_tile; ++tile)
+    run_tile<KV>(a, it, tile, next, s, partial_states(a, it, tile, plan));
   if (plan.missing[it.join].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
   plan.missing[it.join].store(plan.pieces_of(plan.joins[it.join]), std::memory_order_relaxed);  // for the next layer
   join<Q>(a, plan.joins[it.join], plan, s);
 }
 
 template <typename Q, typename KV>
-static void run_item(const AttentionArgs& a, const AttentionItem& it, AttentionPlan& plan, AttentionScratch& s) {
-  const int count = it.num_queries * a.group(), dim = a.head_dim;
+static void run_item(const AttentionArgs& a, const AttentionItem& it, const AttentionItem* next, AttentionPlan& plan,
+                     AttentionScratch& s) {
   load_queries<Q>(a, it, s);
-  if (it.partial >= 0) return run_piece<Q, KV>(a, it, plan, s);
-  const State total(s.total.data(), count, dim), part(s.tile.data(), count, dim);
-  clear(total, count, dim);
+  if (it.partial >= 0) return run_piece<Q, KV>(a, it, next, plan, s);
+  const States total = cleared_total(a, it, s), part{s.tile.data(), total.count, total.dim};
   for (int tile = it.first_tile; tile < it.end_tile; ++tile) {
-    run_tile<KV>(a, it, tile, s, part);
-    merge(total, part, count, dim);
+    run_tile<KV>(a, it, tile, next, s, part);
+    merge_heads(it, total, part);
   }
   store_output<Q>(a, it, total);
 }
@@ -278,7 +242,10 @@ static void run_item(const AttentionArgs& a, const AttentionItem& it, AttentionP
 template <typename Q, typename KV>
 static void attend_as(const AttentionArgs& a, AttentionPlan& plan, std::atomic<int>& next, AttentionScratch& s) {
   const int num_items = static_cast<int>(plan.items.size());
-  for (int i = next.fetch_add(1); i < num_items; i = next.fetch_add(1)) run_item<Q, KV>(a, plan.items[i], plan, s);
+  for (int i = next.fetch_add(1); i < num_items; i = next.fetch_add(1)) {
+    const int later = i + plan.num_threads;  // if the others are as fast
+    run_item<Q, KV>(a, plan.items[i], later < num_items ? &plan.items[later] : nullptr, plan, s);
+  }
 }
 
 using AttendFunction = void (*)(const AttentionArgs&, AttentionPlan&, std::atomic<int>&, AttentionScratch&);
@@ -304,34 +271,45 @@ static AttendFunction function_for(const AttentionArgs& a) {
   }
 }
 
-AttentionPlan::AttentionPlan(const AttentionArgs& a, int num_threads) {
-  const int step = queries_per_item(a);
-  std::vector<AttentionItem> whole;
-  for (int r = 0; r < a.num_rows; ++r)
-    for (int h = 0; h < a.num_kv_heads; ++h) {
-      const int queries = a.query_starts[r + 1] - a.query_starts[r];
-      for (int q = 0; q < queries; q += step) {
-        AttentionItem it{r, h, q, std::min(step, queries - q), 0, 0, -1, 0};
-        const int position = first_position(a, it), end = position + it.num_queries;
-        it.first_tile = a.window > 0 ? std::max(0, position - a.window + 1) / kTile : 0;
-        it.end_tile = (end + kTile - 1) / kTile;
-        whole.push_back(it);
-      }
-    }
+AttentionPlan::AttentionPlan(const AttentionArgs& a, int num_threads) : num_threads(num_threads) {
+  std::vector<AttentionItem> whole = whole_items(a);
   const int enough = kItemsPerThread * num_threads, have = static_cast<int>(whole.size());
   if (num_threads == 1 || have == 0 || have >= enough) {
     items = std::move(whole);
     return;
   }
-  int64_t floats = 0;
   num_pieces = (enough + have - 1) / have;
-  for (AttentionItem& it : whole) {
+  share_out(a, whole);
+}
+
+std::vector<AttentionItem> AttentionPlan::whole_items(const AttentionArgs& a) const {
+  const int step = queries_per_item(a);
+  std::vector<AttentionItem> whole;
+  for (int r = 0; r < a.num_rows; ++r) {
+    const int queries = a.query_starts[r + 1] - a.query_starts[r];
+    if (queries == 0) continue;
+    const int heads = heads_per_item(a, std::min(step, queries));
+    for (int h = 0; h < a.num_kv_heads; h += heads)
+      for (int q = 0; q < queries; q += step) {
+        AttentionItem it{r, h, std::min(h + heads, a.num_kv_heads), q, std::min(step, queries - q), 0, 0, -1, 0};
+        const int position = first_position(a, it), end = position + it.num_queries;
+        it.first_tile = a.window > 0 ? std::max(0, position - a.window + 1) / kTile : 0;
+        it.end_tile = (end + kTile - 1) / kTile;
+        whole.push_back(it);
+      }
+  }
+  return whole;
+}
+
+void AttentionPlan::share_out(const AttentionArgs& a, const std::vector<AttentionItem>& whole) {
+  int64_t floats = 0;
+  for (AttentionItem it : whole) {
     const int tiles = it.end_tile - it.first_tile, pieces = pieces_of(it);
     if (pieces <= 1) {
       items.push_back(it);
       continue;
     }
-    const int64_t state = State::size(it.num_queries * a.group(), a.head_dim);
+    const int64_t state = State::size(it.num_queries * a.group(), a.head_dim) * it.num_heads();
     it.partial = floats, it.join = static_cast<int>(joins.size());
     joins.push_back(it);
     for (int piece = 0; piece < pieces; ++piece) {
@@ -353,12 +331,16 @@ int AttentionPlan::pieces_of(const AttentionItem& whole) const {
 }
 
 AttentionScratch::AttentionScratch(const AttentionArgs& a) {
-  const int count = max_vectors(a), dim = a.head_dim;
+  const int count = max_vectors(a), dim = a.head_dim, heads = heads_per_item(a, 1), width = heads * dim;
+  const int64_t states = State::size(count, dim) + 2 * heads * kLanes;  // each head's is padded
   queries.resize(count * dim);
   scores.resize(count * kTile);
-  total.resize(State::size(count, dim));
-  tile.resize(State::size(count, dim));
-  if (a.kv_dtype != kFloat32) keys.resize(kTile * dim), values.resize(kTile * dim);
+  columns.resize(width * kTile);
+  total.resize(states);
+  tile.resize(states);
+  if (a.kv_dtype == kFloat32) return;
+  rows.resize(kLanes * dim), values.resize(kTile * width);
+  key_scales.resize(heads * kTile), value_scales.resize(heads * kTile);
 }
 
 bool is_known(const AttentionArgs& args) { return function_for(args) != nullptr; }

@@ -1,10 +1,11 @@
 // Causal attention over the paged KV pool: decode rows and prefill chunks in one design.
 //
-// Work is cut into items (row, kv head, query tile). All query heads of a kv head go together: an item is a matrix of
+// Work is cut into items (row, kv heads, query tile). All query heads of a kv head go together: a matrix of
 // M = query tokens x group query vectors. Keys are visited in tiles of kTile, at fixed multiples of kTile from position
 // 0. A tile gives per query vector (maximum, sum, weighted values); the results of tiles are merged in the order of keys
 // (Milakov & Gimelshein 2018). So a token's result is the same bits whatever batch, chunk or number of threads computes
-// it. When there are too few items for the team, the tiles of an item are shared out and merged at the end.
+// it. Items with few queries have several kv heads: a token's heads lie side by side in memory, so they are read together.
+// When there are too few items for the team, the tiles of an item are shared out and merged at the end.
 //
 //   pool, one layer:   block -> [2, block_size, kv_head, head_dim]       (strides in elements are the caller's)
 //   q, out:            [tokens, heads, head_dim]
@@ -33,9 +34,11 @@ struct AttentionArgs {
 };
 
 struct AttentionItem {
-  int row, kv_head, first_query, num_queries, first_tile, end_tile;
+  int row, first_head, end_head, first_query, num_queries, first_tile, end_tile;  // heads: of keys and values
   int64_t partial;  // where its tiles' states go in `partials`, or -1: it writes the output itself
   int join;         // which of `joins` it is a piece of
+
+  int num_heads() const { return end_head - first_head; }
 };
 
 // How a step is cut up; the same for every layer with the same window.
@@ -44,17 +47,21 @@ struct AttentionPlan {
   std::vector<AttentionItem> joins;  // items that were shared out, whole
   std::vector<std::atomic<int>> missing;  // pieces that each of them still waits for
   std::vector<float> partials;
+  int num_threads;
   int num_pieces = 1;  // that they are shared out in, at most one a tile
 
   AttentionPlan(const AttentionArgs& args, int num_threads);
   int pieces_of(const AttentionItem& whole) const;
+
+ private:
+  std::vector<AttentionItem> whole_items(const AttentionArgs& args) const;
+  void share_out(const AttentionArgs& args, const std::vector<AttentionItem>& whole);
 };
 
 // One thread's memory.
 struct AttentionScratch {
-  std::vector<float> queries, scores, keys, values, total, tile;
-  const float* key_rows[64];
-  const float* value_rows[64];
+  std::vector<float> queries, scores, columns, rows, values, total, tile, key_scales, value_scales;
+  const void* value_rows[64];
 
   explicit AttentionScratch(const AttentionArgs& args);
 };

@@ -27,26 +27,28 @@ const Float16* scale_of(const Code* cell, int num_kv_heads, int head_dim, int kv
   return reinterpret_cast<const Float16*>(cell + num_kv_heads * head_dim) + kv_head;
 }
 
-// kLanes codes as floats.
-inline vfloat load_codes(const Int8Code* p) { return widen_int8(&p->bits); }
-inline vfloat load_codes(const Float8Code* p) {
+// kLanes codes as floats, to be multiplied with kUnit of them and their scale.
+template <typename Code>
+constexpr float kUnit = 1.0f;
+inline vfloat load_floats(const Int8Code* p) { return widen_int8(&p->bits); }
+#if defined(__F16C__)
+template <>
+constexpr float kUnit<Float8Code> = 256.0f;  // as a half float's bits: the exponent's bias from 7 to 15
+inline vfloat load_floats(const Float8Code* p) {
+  typedef int8_t vbyte __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  typedef int16_t vword __attribute__((vector_size(2 * kLanes)));
+  const vword code = __builtin_convertvector(*reinterpret_cast<const vbyte*>(p), vword);
+  const vword half = (code << 7) & static_cast<int16_t>(0xbfff);  // the sign is also where an exponent's bit belongs
+  return load_half(reinterpret_cast<const Float16*>(&half));
+}
+#else
+inline vfloat load_floats(const Float8Code* p) {
   const vint code = widen_uint8(&p->bits), magnitude = code & 127;
   const vint normal = (magnitude << 20) + (120 << 23);  // the exponent's bias from 7 to 127
   const vint small = reinterpret_cast<vint>(__builtin_convertvector(magnitude, vfloat) * splat(0x1p-9f));
   return reinterpret_cast<vfloat>((magnitude < 8 ? small : normal) | (code & 128) << 24);
 }
-
-// One head of `count` codes as floats.
-template <typename Code>
-void widen_codes(const Code* source, float scale, float* target, int count) {
-  int i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(target + i, load_codes(source + i) * splat(scale));
-  if (i == count) return;
-  Code rest[kLanes] = {};
-  std::memcpy(rest, source + i, count - i);
-  const vfloat last = load_codes(rest) * splat(scale);
-  std::memcpy(target + i, &last, sizeof(float) * (count - i));
-}
+#endif
 
 inline void to_code(float x, Int8Code* out) { out->bits = static_cast<int8_t>(std::nearbyint(x)); }
 inline void to_code(float x, Float8Code* out) {  // |x| <= 448; ties to even

@@ -1,10 +1,10 @@
 // Small vector vocabulary for all kernels: fixed-width float vectors, conversions of storage types, and exp.
 // Knows nothing of models. The instruction set is chosen by compiler flags (one shared library per level), so the
-// code is written once, in GCC vector extensions; only conversions name intrinsics, behind feature macros.
+// code is written once, in GCC vector extensions; only conversions and shuffles name intrinsics, behind feature macros.
 #pragma once
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX__)
+#if defined(__SSE__)
 #include <immintrin.h>
 #endif
 
@@ -218,22 +218,6 @@ inline void from_float(float x, Float16* out) {
 #endif
 }
 
-// `count` elements of any storage type as floats.
-inline void widen(const float* source, float* target, int count) { std::memcpy(target, source, sizeof(float) * count); }
-inline void widen(const BFloat16* source, float* target, int count) {
-  for (int i = 0; i < count; ++i) target[i] = to_float(source[i]);
-}
-inline void widen(const Float16* source, float* target, int count) {
-  int i = 0;
-#if defined(__F16C__)
-  for (; i + 8 <= count; i += 8) {
-    __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
-    _mm256_storeu_ps(target + i, _mm256_cvtph_ps(half));
-  }
-#endif
-  for (; i < count; ++i) target[i] = to_float(source[i]);
-}
-
 // kLanes half floats.
 inline vfloat load_half(const Float16* p) {
 #if defined(__AVX512F__)
@@ -244,6 +228,74 @@ inline vfloat load_half(const Float16* p) {
   vfloat y;
   for (int i = 0; i < kLanes; ++i) y[i] = to_float(p[i]);
   return y;
+#endif
+}
+
+// kLanes elements of any storage type as floats; the first `count` < kLanes of them, and zeros; many.
+inline vfloat load_floats(const float* p) { return load(p); }
+inline vfloat load_floats(const Float16* p) { return load_half(p); }
+inline vfloat load_floats(const BFloat16* p) {
+  typedef uint16_t vshort __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+  return reinterpret_cast<vfloat>(__builtin_convertvector(*reinterpret_cast<const vshort*>(p), vint) << 16);
+}
+template <typename T>
+vfloat load_some(const T* p, int count) {
+  T some[kLanes] = {};
+  std::memcpy(some, p, sizeof(T) * count);
+  return load_floats(some);
+}
+template <typename T>
+void widen(const T* source, float* target, int count) {
+  int i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(target + i, load_floats(source + i));
+  if (i == count) return;
+  const vfloat rest = load_some(source + i, count - i);
+  std::memcpy(target + i, &rest, sizeof(float) * (count - i));
+}
+
+// Four floats from index d on of each of kLanes rows: those of rows 0, 4, 8, ... side by side.
+inline vfloat load_quads(const float* const* rows, int d) {
+#if defined(__AVX512F__)
+  __m512 quads = _mm512_castps128_ps512(_mm_loadu_ps(rows[0] + d));
+  quads = _mm512_insertf32x4(quads, _mm_loadu_ps(rows[4] + d), 1);
+  quads = _mm512_insertf32x4(quads, _mm_loadu_ps(rows[8] + d), 2);
+  return reinterpret_cast<vfloat>(_mm512_insertf32x4(quads, _mm_loadu_ps(rows[12] + d), 3));
+#elif defined(__AVX__)
+  const __m256 quads = _mm256_castps128_ps256(_mm_loadu_ps(rows[0] + d));
+  return reinterpret_cast<vfloat>(_mm256_insertf128_ps(quads, _mm_loadu_ps(rows[4] + d), 1));
+#else
+  return load(rows[0] + d);
+#endif
+}
+
+// Of four vectors of quads: every four quads, as the rows of a 4 x 4 matrix, become its columns.
+inline void transpose_quads(vfloat* v) {
+#if defined(__AVX512F__)
+  typedef __m512 quads;
+#define QUIRE_LANES(name) _mm512_##name##_ps
+#elif defined(__AVX__)
+  typedef __m256 quads;
+#define QUIRE_LANES(name) _mm256_##name##_ps
+#elif defined(__SSE__)
+  typedef __m128 quads;
+#define QUIRE_LANES(name) _mm_##name##_ps
+#endif
+#if defined(QUIRE_LANES)
+  const quads a = reinterpret_cast<quads>(v[0]), b = reinterpret_cast<quads>(v[1]);
+  const quads c = reinterpret_cast<quads>(v[2]), d = reinterpret_cast<quads>(v[3]);
+  const quads low_ab = QUIRE_LANES(unpacklo)(a, b), high_ab = QUIRE_LANES(unpackhi)(a, b);
+  const quads low_cd = QUIRE_LANES(unpacklo)(c, d), high_cd = QUIRE_LANES(unpackhi)(c, d);
+  v[0] = reinterpret_cast<vfloat>(QUIRE_LANES(shuffle)(low_ab, low_cd, 0x44));
+  v[1] = reinterpret_cast<vfloat>(QUIRE_LANES(shuffle)(low_ab, low_cd, 0xee));
+  v[2] = reinterpret_cast<vfloat>(QUIRE_LANES(shuffle)(high_ab, high_cd, 0x44));
+  v[3] = reinterpret_cast<vfloat>(QUIRE_LANES(shuffle)(high_ab, high_cd, 0xee));
+#undef QUIRE_LANES
+#else
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < i; ++j) {
+      const float upper = v[j][i];
+      v[j][i] = v[i][j], v[i][j] = upper;
+    }
 #endif
 }
 
