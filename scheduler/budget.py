@@ -4,6 +4,9 @@ from collections.abc import Iterable
 
 from scheduler.sequence import Sequence
 
+Share = tuple[Sequence, int]
+"""A sequence, and tokens of it: those it could compute, or those it may."""
+
 
 class TokenBudget:
     """Tokens that one step may compute."""
@@ -18,15 +21,21 @@ class TokenBudget:
         return granted
 
 
-def allot(sequences: Iterable[Sequence], budget: TokenBudget) -> list[tuple[Sequence, int]]:
-    """Share `budget` out over `sequences`, given and returned in policy order; without those that get nothing.
+def gaps_of(sequences: Iterable[Sequence]) -> list[Share]:
+    """What the next step could compute of each, in order; without those that have nothing."""
+    return [(s, num_ready) for s in sequences if (num_ready := s.num_ready)]
+
+
+def allot(gaps: list[Share], budget: TokenBudget) -> list[Share]:
+    """Share `budget` out over `gaps`, given and returned in policy order; without those that get nothing.
 
     Sequences about to give output are served first (one token each, so that nobody's stream stalls behind a long
     prompt); what is left closes the larger gaps, first in order first.
     """
-    gaps = [(s, num_ready) for s in sequences if (num_ready := s.num_ready)]
-    if sum(gap for _, gap in gaps) <= budget.left:  # enough for all, whoever comes first
-        return [(s, budget.take(gap)) for s, gap in gaps]
+    num_wanted = sum(gap for _, gap in gaps)
+    if num_wanted <= budget.left:  # enough for all, whoever comes first
+        budget.left -= num_wanted
+        return gaps
     by_length = sorted(gaps, key=lambda pair: not pair[0].is_caught_up)
     granted = {s: budget.take(gap) for s, gap in by_length}
     return [(s, granted[s]) for s, _ in gaps if granted[s]]

@@ -4,7 +4,7 @@ Knows one plan and its output at a time; decides nothing about the next. Order o
 logprobs, accepted tokens up to the first reason to end, rollback of rejected drafts, publication, then the event.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.batch import Row, RowOutput, StepOutput
 from scheduler.clock import Clock
@@ -16,17 +16,12 @@ from scheduler.roster import Roster
 from scheduler.sequence import Sequence, SequenceState
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """How many of a row's tokens are kept, and why the sequence ends with them, if it does."""
 
     num_kept: int
     reason: FinishReason | None = None
     stop_token_id: int | None = None
-
-
-GOES_ON = Verdict(1)
-"""What nearly every row comes to: one token, and no reason to end."""
 
 
 def judge(sequence: Sequence, output: RowOutput) -> Verdict:
@@ -44,7 +39,19 @@ def judge(sequence: Sequence, output: RowOutput) -> Verdict:
         return Verdict(len(token_ids), FinishReason.STOP)
     if 0 < request.max_tokens <= num_output + len(token_ids):
         return Verdict(len(token_ids), FinishReason.LENGTH)
-    return GOES_ON if len(token_ids) == 1 else Verdict(len(token_ids))
+    return Verdict(len(token_ids))
+
+
+def goes_on(sequence: Sequence, row: Row, output: RowOutput) -> bool:
+    """Whether a row did what nearly every row does: an output went on by one token, and nothing else happened."""
+    token_ids, _, prompt_logprobs, draft, stopped, error = output
+    if len(token_ids) != 1 or prompt_logprobs or draft or stopped or error is not None:
+        return False
+    request, num_prompt = sequence.request, sequence.num_prompt
+    if row.start < num_prompt or len(row.token_ids) > 1 or sequence.is_drafting:
+        return False
+    is_last = len(sequence.tokens) - num_prompt + 1 >= request.max_tokens
+    return not is_last and token_ids[0] not in request.sampling.stop_token_ids
 
 
 class Committer:
@@ -54,6 +61,7 @@ class Committer:
         self._roster = roster
         self._clock = clock
         self._observer = observer
+        self._block_size = roster.running.block_size
         self._now_s = clock.now()
 
     def commit(self, plan: Plan, output: StepOutput) -> int:
@@ -63,8 +71,29 @@ class Committer:
         assert len(output.rows) == len(rows), "a step's output has as many rows as its batch"
         self._now_s = self._clock.now()
         self._roster.offload.keep(plan.saves, output.saved)
-        pairs = zip(plan.sequences, rows, output.rows, strict=True)
-        return sum(self._commit_row(s, row, out) for s, row, out in pairs if s.state is SequenceState.RUNNING)
+        num_kept = 0
+        for sequence, row, row_output in zip(plan.sequences, rows, output.rows, strict=True):
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            if goes_on(sequence, row, row_output):
+                self._go_on(sequence, row_output)
+                num_kept += 1
+            else:
+                num_kept += self._commit_row(sequence, row, row_output)
+        return num_kept
+
+    def _go_on(self, sequence: Sequence, output: RowOutput) -> None:
+        """`_commit_row` for a row that `goes_on`: a block is published when its last token has been computed."""
+        group, now_s = sequence.group, self._now_s
+        sequence.tokens += output.token_ids
+        sequence.computed += 1
+        if not sequence.computed % self._block_size:
+            self._roster.running.publish(sequence)
+        group.num_output_tokens += 1
+        assert sequence.last_token_s is not None, "it goes on from a token that was given"
+        self._observer.on_token_gap(now_s - sequence.last_token_s, 1)
+        group.handle.times.last_token_s = sequence.last_token_s = now_s
+        group.handle.push(TokenEvent(sequence.choice, output.token_ids, output.logprobs))
 
     def _commit_row(self, sequence: Sequence, row: Row, output: RowOutput) -> int:
         if output.error is not None:

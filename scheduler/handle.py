@@ -6,14 +6,14 @@ Lives on the event loop only. The loop pushes events; the consumer takes everyth
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.batch import TokenLogprob
 from kvpool.journal import Miss
 from scheduler.request import FinishReason, Request
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """News of one choice.
 
     Attributes:

@@ -277,11 +277,10 @@ class Scheduler:
 
     def _report(self, plan: Plan, output: StepOutput, num_output_tokens: int, times: tuple[float, float]) -> None:
         plan_s, began_s = times
-        num_decode_tokens = plan.num_decode_tokens
         report = StepReport(
             num_rows=len(plan.batch.rows),
-            num_prefill_tokens=plan.batch.num_tokens - num_decode_tokens,
-            num_decode_tokens=num_decode_tokens,
+            num_prefill_tokens=plan.num_prefill_tokens,
+            num_decode_tokens=plan.num_decode_tokens,
             num_output_tokens=num_output_tokens,
             plan_s=plan_s,
             engine_s=output.duration_s,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from engine.batch import Batch, BlockLoad, Row, SlotStart
 from kvpool.table import BlockCopy
-from scheduler.budget import TokenBudget, allot
+from scheduler.budget import Share, TokenBudget, allot, gaps_of
 from scheduler.config import SchedulerConfig
 from scheduler.offload import Save
 from scheduler.pace import PaceMeter
@@ -30,19 +30,17 @@ MAX_IDLE_SAVES = 8
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step, ready for the engine. `sequences[i]` owns `batch.rows[i]`, `saves[i]` names `batch.saves[i]`."""
+    """One step, ready for the engine. `sequences[i]` owns `batch.rows[i]`, `saves[i]` names `batch.saves[i]`.
+
+    `num_decode_tokens` are those of rows that only continue an output: the newest token, and drafts. All others are
+    prefill tokens.
+    """
 
     batch: Batch
     sequences: tuple[Sequence, ...]
-    saves: tuple[Save, ...] = ()
-
-    @property
-    def num_decode_tokens(self) -> int:
-        """Tokens of rows that only continue an output: the newest token, and drafts."""
-        pairs = zip(self.batch.rows, self.sequences, strict=True)
-        return sum(
-            len(r.token_ids) for r, s in pairs if r.start >= s.num_prompt and len(r.token_ids) - r.num_drafts == 1
-        )
+    saves: tuple[Save, ...]
+    num_prefill_tokens: int
+    num_decode_tokens: int
 
 
 @dataclass(slots=True)
@@ -55,29 +53,41 @@ class _Sketch:
     copies: list[BlockCopy] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
 
-    def add_row(self, sequence: Sequence, num_tokens: int) -> None:
-        """Compute the next `num_tokens` of `sequence`, whose room is certain."""
-        start, table = sequence.num_planned, sequence.table
-        first_changed, copies = table.prepare_write(start, start + num_tokens)
-        offset = min(first_changed, sequence.num_synced)
-        num_accepted = min(num_tokens, len(sequence.tokens) + sequence.num_pending - start)
-        closes_gap = start + num_tokens >= len(sequence.tokens) + sequence.num_pending
+    def add_row(self, sequence: Sequence, num_tokens: int, num_needed: int) -> None:
+        """Compute the next `num_tokens` of `sequence`, whose room is certain: `num_needed` blocks are to be taken."""
+        start, block_ids = sequence.num_planned, sequence.table.block_ids
+        num_known = len(sequence.tokens) + sequence.num_pending - start
+        is_output = start >= sequence.num_prompt
+        offset = min(sequence.num_synced, len(block_ids))
+        if num_needed:
+            offset = min(offset, self._prepare(sequence, start, start + num_tokens))
         row = Row(
-            slot=sequence.slot,
-            start=start,
-            token_ids=sequence.span(num_tokens),
-            block_offset=offset,
-            block_ids=tuple(table.block_ids[offset:]),
-            sample=closes_gap and sequence.request.max_tokens > 0,
-            num_drafts=num_tokens - num_accepted,
-            prompt_targets=sequence.prompt_targets(num_tokens),
+            sequence.slot,
+            start,
+            sequence.span(num_tokens),
+            offset,
+            tuple(block_ids[offset:]) if offset < len(block_ids) else (),
+            num_tokens >= num_known and sequence.request.max_tokens > 0,
+            num_tokens - num_known if num_tokens > num_known else 0,
+            () if is_output else sequence.prompt_targets(num_tokens),
         )
-        sequence.num_synced = len(table.block_ids)
+        sequence.num_synced = len(block_ids)
         sequence.take_off(row)
-        self.copies.extend(copies)
         self.rows.append(row)
         self.sequences.append(sequence)
+        if is_output and num_tokens - row.num_drafts == 1:
+            self.num_decode_tokens += num_tokens
+        else:
+            self.num_prefill_tokens += num_tokens
+
+    def _prepare(self, sequence: Sequence, start: int, end: int) -> int:
+        """Make positions `[start, end)` writable; the first table entry that changed."""
+        first_changed, copies = sequence.table.prepare_write(start, end)
+        self.copies.extend(copies)
+        return first_changed
 
 
 class Planner:
@@ -94,8 +104,9 @@ class Planner:
         assert not self._roster.is_step_in_flight, "beside a step in flight, only what is certain may be planned"
         self._roster.running.new_step()
         while True:
-            sketch = _Sketch(self._budget())
-            did_preempt = self._serve_running(sketch)
+            gaps = gaps_of(self._roster.running.sequences)
+            sketch = _Sketch(self._budget(gaps))
+            did_preempt = self._serve_running(gaps, sketch)
             if not did_preempt:
                 self._let_in(sketch)
             if sketch.rows:
@@ -113,19 +124,21 @@ class Planner:
         if any(s.is_drafting and s.num_flying for s in running.sequences):
             return None
         running.new_step()
-        sketch = _Sketch(self._budget())
-        grants = allot((s for s in running.sequences if s.state is SequenceState.RUNNING), sketch.budget)
-        if not running.has_room_for_all(grants):
+        gaps = gaps_of(s for s in running.sequences if s.state is SequenceState.RUNNING)
+        sketch = _Sketch(self._budget(gaps))
+        grants = allot(gaps, sketch.budget)
+        needs = [running.num_needed(sequence, num_tokens) for sequence, num_tokens in grants]
+        if not running.has_spare(sum(needs)):
             return None
-        for sequence, num_tokens in grants:
-            sketch.add_row(sequence, num_tokens)
+        for (sequence, num_tokens), num_needed in zip(grants, needs, strict=True):
+            sketch.add_row(sequence, num_tokens, num_needed)
         self._let_in(sketch)
         return self._freeze(sketch, self._roster.offload.take_saves()) if sketch.rows else None
 
-    def _budget(self) -> TokenBudget:
+    def _budget(self, gaps: list[Share]) -> TokenBudget:
         """Tokens of the next step. Beside sequences that stream, prompts get no more than the pace allows."""
         running, num_left = self._roster.running, self._num_step_tokens
-        streams = [s.num_ready for s in running.sequences if s.is_caught_up and s.num_ready]
+        streams = [num_ready for s, num_ready in gaps if num_ready == 1 or s.is_caught_up]
         num_free = min(len(self._roster.queue), running.num_free_slots)
         num_reading = len(running.sequences) - len(streams) + num_free
         num_prompt_tokens = self._pace.num_prompt_tokens(len(streams), num_reading)
@@ -133,17 +146,18 @@ class Planner:
             num_left = min(num_left, sum(streams) + num_prompt_tokens)
         return TokenBudget(num_left)
 
-    def _serve_running(self, sketch: _Sketch) -> bool:
+    def _serve_running(self, gaps: list[Share], sketch: _Sketch) -> bool:
         """Give rows to running sequences; True when that preempted any."""
         running, preempt = self._roster.running, self._roster.preempt
         num_before = len(running.sequences)
-        for sequence, num_tokens in allot(running.sequences, sketch.budget):
+        for sequence, num_tokens in allot(gaps, sketch.budget):
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for one ahead of it
-            if sequence.draft and not running.has_room(sequence, num_tokens):
+            num_needed = running.num_needed(sequence, num_tokens)
+            if num_needed and sequence.draft and not running.has_room(sequence, num_tokens):
                 num_tokens = min(num_tokens, len(sequence.tokens) - sequence.computed)
-            if make_room(running, sequence, num_tokens, preempt):
-                sketch.add_row(sequence, num_tokens)
+            if not num_needed or make_room(running, sequence, num_tokens, preempt):
+                sketch.add_row(sequence, num_tokens, num_needed)
         return len(running.sequences) < num_before
 
     def _let_in(self, sketch: _Sketch) -> None:
@@ -159,7 +173,8 @@ class Planner:
             sketch.starts.append(sequence.slot_start())
             sketch.loads.extend(entry.loads)
             sketch.copies.extend(entry.copies)
-            sketch.add_row(sequence, sketch.budget.take(sequence.gap))
+            num_tokens = sketch.budget.take(sequence.gap)
+            sketch.add_row(sequence, num_tokens, roster.running.num_needed(sequence, num_tokens))
 
     def _save_idly(self, sketch: _Sketch) -> Plan | None:
         roster = self._roster
@@ -176,4 +191,5 @@ class Planner:
             saves=tuple(save.block_id for save in saves),
             loads=tuple(sketch.loads),
         )
-        return Plan(batch, tuple(sketch.sequences), tuple(saves))
+        sequences, num_prefill_tokens = tuple(sketch.sequences), sketch.num_prefill_tokens
+        return Plan(batch, sequences, tuple(saves), num_prefill_tokens, sketch.num_decode_tokens)

@@ -7,7 +7,6 @@ unless it was preempted too often: then it enters with blocks for all it may eve
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import attrgetter
@@ -85,20 +84,25 @@ class RunningSet:
         ref_count = self._pool.ref_count
         return sum(ref_count(block_id) == 1 for block_id in sequence.table.block_ids)
 
+    def num_needed(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that its next `num_tokens` tokens take from the pool; none while it goes on inside a block."""
+        start = sequence.computed + sequence.num_flying
+        return sequence.table.needed_for(start, start + num_tokens)
+
     def has_room(self, sequence: Sequence, num_tokens: int, *, num_kept_back: int = 0) -> bool:
         """Whether the KV of the next `num_tokens` tokens can be written, leaving `num_kept_back` blocks alone.
 
         Pinned prefixes give way to nobody but a sequence that runs alone: it must be able to go on.
         """
-        needed = self._num_needed(sequence, num_tokens)
+        needed = self.num_needed(sequence, num_tokens)
         if needed == 0:
             return True
         num_others = len(self.sequences) - (sequence.state is SequenceState.RUNNING)
         return needed + num_kept_back <= (self._pool.num_spare if num_others else self._pool.num_available)
 
-    def has_room_for_all(self, grants: Iterable[tuple[Sequence, int]]) -> bool:
-        """Whether all of these can write so many tokens each, without anybody giving way."""
-        return sum(self._num_needed(s, num_tokens) for s, num_tokens in grants) <= self._pool.num_spare
+    def has_spare(self, num_blocks: int) -> bool:
+        """Whether that many blocks can be taken from the pool without anybody giving way."""
+        return num_blocks <= self._pool.num_spare
 
     def block_of(self, digest: bytes) -> int:
         """The block that holds a published prefix."""
@@ -191,11 +195,6 @@ class RunningSet:
             assert self._pool.ref_count(block_id) == references[block_id], f"block {block_id} is miscounted"
         self._pool.check()
         self.prefix_index.check()
-
-    def _num_needed(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks that its next `num_tokens` tokens take from the pool."""
-        start = sequence.num_planned
-        return sequence.table.needed_for(start, start + num_tokens)
 
     def _settle_in(self, sequence: Sequence) -> bool:
         """Give a waiting sequence what it can inherit, if there is room for the rest; else nothing."""

@@ -123,7 +123,7 @@ class Sequence:
         """Tokens that the next step may compute, after those in flight. None when these give the last output."""
         if self.num_pending and self.num_left <= self.num_pending:
             return 0
-        return len(self.tokens) + self.num_pending + len(self.draft) - self.num_planned
+        return len(self.tokens) + self.num_pending + len(self.draft) - self.computed - self.num_flying
 
     @property
     def is_caught_up(self) -> bool:
@@ -146,9 +146,9 @@ class Sequence:
         if self.num_pending:
             assert num_tokens == 1, "nothing is known of what follows a pending token"
             return (PENDING,)
-        start = self.num_planned
+        start = self.computed + self.num_flying
         accepted = tuple(self.tokens[start : start + num_tokens])
-        return accepted + self.draft[: num_tokens - len(accepted)]
+        return accepted + self.draft[: num_tokens - len(accepted)] if self.draft else accepted
 
     def prompt_targets(self, num_tokens: int) -> tuple[int, ...]:
         """The prompt tokens after each of the next `num_tokens` ones, while prompt logprobs are still to come."""
