@@ -4,10 +4,9 @@ NoOpEngine       in the engine's place: a step costs its answer's objects
 engine_around    the real engine (inputs, attention's planning, sampling) around a decoder that returns zeros
 """
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -18,6 +17,7 @@ from engine.config import EngineConfig, EngineInfo
 from engine.engine import Engine
 from engine.models.decoder import AttentionFn, Decoder
 from engine.models.spec import DecoderSpec, RopeSpec
+from engine.thread import WorkThread
 from kvpool.layout import KVLayout
 
 BLOCK_SIZE = 16
@@ -63,13 +63,13 @@ class NoOpEngine:
             attention_backend="none",
         )
         self._script = tuple(script)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="engine") if hops else None
+        self._worker = WorkThread("engine") if hops else None
 
     async def step(self, batch: Batch) -> StepOutput:
         """See `engine.batch.StepEngine`."""
         if self._worker is None:
             return self.step_sync(batch)
-        return await asyncio.get_running_loop().run_in_executor(self._worker, self.step_sync, batch)
+        return await self._worker.run(partial(self.step_sync, batch))
 
     def step_sync(self, batch: Batch) -> StepOutput:
         """The same in the caller's thread."""
@@ -82,7 +82,7 @@ class NoOpEngine:
     def close(self) -> None:
         """End the thread."""
         if self._worker is not None:
-            self._worker.shutdown()
+            self._worker.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

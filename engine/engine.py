@@ -5,13 +5,12 @@ the pool becomes is `memory`'s. A step may be given while others run, and goes b
 one after the other. A GPU works on what the thread has launched; a second thread waits for it, and touches nothing.
 """
 
-import asyncio
 import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +31,7 @@ from engine.native import find_native
 from engine.runner import Launched, Parts, Runner
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import Sampler
+from engine.thread import WorkThread
 from engine.transit import courier_for
 from engine.weights.checkpoint import ModelSource
 from kvpool.layout import KVLayout, element_and_scale_bytes
@@ -43,8 +43,7 @@ CPU_WARM_UP_TOKENS = 16
 """Prompt tokens of the warm-up on a CPU: enough to touch every operator; a GPU warms up with the largest step."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Begun:
+class _Begun(NamedTuple):
     """A step that the thread has given to the device: when it began to, and what it has already."""
 
     batch: Batch
@@ -59,12 +58,8 @@ class Engine:
     def __init__(self, runner: Runner, info: EngineInfo) -> None:
         self.info = info
         self._runner = runner
-        self._worker = ThreadPoolExecutor(
-            1, thread_name_prefix="engine", initializer=_use_device, initargs=(info.device,)
-        )
-        self._waiter = ThreadPoolExecutor(
-            1, thread_name_prefix="engine-wait", initializer=_use_device, initargs=(info.device,)
-        )
+        self._worker = WorkThread("engine", partial(_use_device, info.device))
+        self._waiter = WorkThread("engine-wait", partial(_use_device, info.device))
         self._finished_s = 0.0
         self._dead: str | None = None
 
@@ -143,12 +138,11 @@ class Engine:
         """
         if self._dead is not None:
             raise EngineDead(self._dead)
-        loop = asyncio.get_running_loop()
         if not self._runner.is_late:
-            return await loop.run_in_executor(self._worker, self.step_sync, batch)
-        begun = await loop.run_in_executor(self._worker, self._begin, batch)
-        arrived_s = await loop.run_in_executor(self._waiter, self._wait, begun)
-        return await loop.run_in_executor(self._worker, self._finish, begun, arrived_s)
+            return await self._worker.run(partial(self.step_sync, batch))
+        begun = await self._worker.run(partial(self._begin, batch))
+        arrived_s = await self._waiter.run(partial(self._wait, begun))
+        return await self._worker.run(partial(self._finish, begun, arrived_s))
 
     def step_sync(self, batch: Batch) -> StepOutput:
         """The same in the caller's thread; never beside another step. Raises as `step` does."""
@@ -160,7 +154,7 @@ class Engine:
             raise EngineDead(self._dead)
         began_s = time.perf_counter()
         with self._errors_named(batch):
-            saved = self._runner.move_blocks(batch)
+            saved = self._runner.move_blocks(batch) if batch.saves or batch.loads else ()
             launched = None if batch.only_moves_blocks else self._runner.launch(batch)
         return _Begun(batch, began_s, saved, launched)
 
@@ -182,8 +176,8 @@ class Engine:
     def close(self) -> None:
         """Let a running step end, then stop the threads. Later steps raise `EngineDead`. Harmless when repeated."""
         self._dead = self._dead or "the engine is closed"
-        self._worker.shutdown(wait=True)
-        self._waiter.shutdown(wait=True)
+        self._worker.close()
+        self._waiter.close()
         self._runner.close()
 
     @contextmanager
@@ -226,10 +220,10 @@ class Engine:
             steps.append(Batch(0, (), (), (Row(0, num_tokens - 2, (0, 0), 0, blocks, sample=True),)))
         for done, batch in enumerate(steps):
             progress("warming up", done / len(steps))
-            self._worker.submit(self.step_sync, batch).result()
+            self._worker.call(partial(self.step_sync, batch))
         progress("warming up", 1.0)
         try:
-            self._worker.submit(self._runner.record, progress).result()
+            self._worker.call(partial(self._runner.record, progress))
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryAtLoad(
                 f"out of memory while recording CUDA graphs: lower gpu_memory_utilization or enforce_eager ({error})"

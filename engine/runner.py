@@ -113,7 +113,7 @@ class Runner:
         for start in batch.starts:
             self._start(start)
         self._parts.storage.copy_blocks(batch.copies)
-        refused = {row.slot: self._refused[row.slot] for row in batch.rows if row.slot in self._refused}
+        refused = self._refused_of(batch.rows) if self._refused else {}
         rows = tuple(row for row in batch.rows if row.slot not in refused) if refused else batch.rows
         work = _Work() if refused and not rows else self._compute(replace(batch, rows=rows) if refused else batch)
         launched = Launched(batch, rows, refused, work, self._parts.courier.send(work.tensors))
@@ -163,6 +163,9 @@ class Runner:
             self._parts.sampler.start(start)
         except ValueError as error:
             self._refused[start.slot] = str(error)
+
+    def _refused_of(self, rows: Sequence[Row]) -> dict[int, str]:
+        return {row.slot: self._refused[row.slot] for row in rows if row.slot in self._refused}
 
     def _compute(self, batch: Batch) -> _Work:
         inputs = self._inputs_of(batch)
