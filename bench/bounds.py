@@ -130,10 +130,12 @@ def _gemms() -> dict[str, float]:
 
 
 def best_time(work: Callable[[], object]) -> float:
-    """The shortest of as many calls as fit into `ENOUGH_S` (two at least), in seconds."""
-    work()
+    """The shortest of as many calls as fit into `ENOUGH_S`, in seconds; one that takes longer is called once.
+
+    Some machines have no fast product of bfloat16 or int8: there torch takes seconds for one.
+    """
     times: list[float] = []
-    while sum(times) < ENOUGH_S or len(times) < 2:
+    while sum(times) < ENOUGH_S:
         began_s = time.perf_counter()
         work()
         times.append(time.perf_counter() - began_s)

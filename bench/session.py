@@ -4,14 +4,16 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from tqdm import tqdm
 
 from bench import gate
-from bench.arrivals import Closed
+from bench.arrivals import Closed, Poisson
 from bench.bounds import ModelCost, mean_of, measure_bounds
 from bench.figures import Figures, Run, Slo, figures_of
 from bench.models import model_path
@@ -27,6 +29,7 @@ from server.text.tokenizer import Tokenizer
 
 GATE_PROMPTS, GATE_IN, GATE_OUT = 3, 48, 16
 FLOAT16_BYTES = 2
+BAR = "{desc}: {percentage:3.0f}% |{bar:30}| {elapsed}, about {remaining} to go{postfix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ def measure(name: str, plan: Plan, cast: Cast, slo: Slo, *, with_gate: bool, log
         GateFailed: an answer is not the model's.
     """
     local = Local.of(name)
+    _say(f"{name}: measuring the machine's bounds")
     bounds = measure_bounds()
     with contextlib.ExitStack() as stack:
         session = Session(name, slo, bounds, {})
@@ -156,15 +160,36 @@ def gate_prompts(local: Local) -> list[list[int]]:
 
 def _run_cells(plan: Plan, targets: Sequence[Target], prose: Prose, session: Session) -> None:
     warm_up(plan, targets, prose)
-    closed = plan.closed_cells()
-    for cell in tqdm(closed, desc="closed loop", unit="cell"):
-        session.outcomes.append(run_cell(cell, targets, prose, session.slo))
+    session.outcomes += _run_loop("closed loop", plan.closed_cells(), targets, prose, session.slo)
     open_targets = [target for target in targets if not isinstance(target, OfflineTarget)]
-    if not open_targets:
-        return
-    capacity = capacity_per_s(session.outcomes, open_targets[0].name)
-    for cell in tqdm(plan.open_cells(capacity), desc="open loop", unit="cell", disable=not (plan.shares or plan.rates)):
-        session.outcomes.append(run_cell(cell, open_targets, prose, session.slo))
+    if open_targets and (plan.shares or plan.rates):
+        capacity = capacity_per_s(session.outcomes, open_targets[0].name)
+        session.outcomes += _run_loop("open loop", plan.open_cells(capacity), open_targets, prose, session.slo)
+
+
+def _run_loop(name: str, cells: Sequence[Cell], targets: Sequence[Target], prose: Prose, slo: Slo) -> Iterator[Outcome]:
+    """All cells, under a bar that tells how long the rest may take."""
+    total = sum(effort(cell, prose) * cell.repeats for cell in cells) * len(targets)
+    with tqdm(total=total, desc=name, bar_format=BAR) as bar:
+        for cell in cells:
+            told = partial(_advance, bar, effort(cell, prose), str(cell))
+            yield run_cell(cell, targets, prose, slo, told)
+
+
+def _advance(bar: "tqdm[NoReturn]", done: float, cell: str, target: str) -> None:
+    bar.set_postfix_str(f"{cell}: {target}", refresh=False)
+    bar.update(done)
+
+
+def effort(cell: Cell, prose: Prose) -> float:
+    """How long a run may take, beside others of its loop: by the moments of its requests, or by tokens.
+
+    A prompt's token takes about a quarter of the time of an answer's.
+    """
+    if isinstance(cell.arrival, Poisson):
+        return cell.num_requests / cell.arrival.rate_per_s
+    questions = cell.mix.questions(prose, cell.num_requests, distinct_seed(cell, 0))
+    return sum(question.num_out + len(question.prompt_ids) / 4 for question in questions)
 
 
 def warm_up(plan: Plan, targets: Sequence[Target], prose: Prose) -> None:
@@ -174,8 +199,14 @@ def warm_up(plan: Plan, targets: Sequence[Target], prose: Prose) -> None:
         target.run(Closed(num), fixed(32, 4).questions(prose, num, f"warm-up/{target.name}"), "warm-up")
 
 
-def run_cell(cell: Cell, targets: Sequence[Target], prose: Prose, slo: Slo) -> Outcome:
-    """The cell on each target in turn, again and again. Raises ServerFailed when a target fails every request."""
+def run_cell(
+    cell: Cell, targets: Sequence[Target], prose: Prose, slo: Slo, told: Callable[[str], None] = lambda name: None
+) -> Outcome:
+    """The cell on each target in turn, again and again; `told` hears whose run is done.
+
+    Raises:
+        ServerFailed: a target fails every request.
+    """
     repeats: dict[str, list[Figures]] = {target.name: [] for target in targets}
     for repeat in range(cell.repeats):
         seed = distinct_seed(cell, repeat)
@@ -183,6 +214,7 @@ def run_cell(cell: Cell, targets: Sequence[Target], prose: Prose, slo: Slo) -> O
         for target in targets:
             run = target.run(cell.arrival, questions, seed)
             repeats[target.name].append(_figures(target, cell, run, slo))
+            told(target.name)
     return Outcome(cell, repeats)
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from bench.arrivals import Closed, Poisson
 from bench.figures import Run, Slo
-from bench.plan import Cell, Plan
+from bench.plan import PRESETS, Cell, Plan
 from bench.processes import ServerFailed, from_command, tail
-from bench.session import capacity_per_s, run_cell, warm_up
+from bench.session import capacity_per_s, effort, run_cell, warm_up
 from bench.targets import HttpTarget, Served
 from bench.workloads import Prose, fixed
 
@@ -78,3 +78,17 @@ def test_a_peer_is_started_by_a_command_and_ended_by_its_id(tmp_path):
     assert "loading" in tail(log)
     with pytest.raises(ServerFailed, match="printed no address"), from_command("python3 -c 'print(1)'", log):
         pass
+
+
+def test_efforts_stand_for_time() -> None:
+    cells = PRESETS["short"].closed_cells()
+    by_load = {str(cell): effort(cell, PROSE) for cell in cells}
+    assert by_load["128/64, 1 user"] == 4 * (64 + 128 / 4)
+    assert by_load["2000/64, 1 user"] > 5 * by_load["128/64, 1 user"], "a long prompt counts"
+    assert effort(Cell(fixed(20, 4), Poisson(2.0), 40, 1), PROSE) == 20.0, "at a rate, time is the requests' own"
+
+
+def test_every_run_of_a_cell_is_told_as_it_ends() -> None:
+    told: list[str] = []
+    run_cell(Cell(fixed(3, 2), Closed(1), 2, repeats=3), [Flaky()], PROSE, Slo(), told.append)
+    assert told == ["flaky"] * 3
