@@ -7,7 +7,6 @@ call takes the description and makes the calls itself.
 
 import ctypes
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,19 +35,28 @@ class NativeStep:
     Attributes:
         args: the step, but for what differs from layer to layer: q, out, kv and window.
         slots: `[T]` int64, where each token's key and value go.
+        layer_bytes: from a layer's keys in memory to the next one's.
     """
 
-    def __init__(self, storage: KVStorage, shape: AttentionShape, inputs: AttentionInputs) -> None:
+    def __init__(self, storage: KVStorage, shape: AttentionShape, pool: bytes, inputs: AttentionInputs) -> None:
+        """`pool` is what `pool_args` says of `storage` and `shape`."""
         self._storage = storage
         self._shape = shape
-        self._kernel = load_native().quire_paged_attention
         self.slots = inputs.slot_mapping.contiguous()
+        self.layer_bytes = storage.data.stride(1) * storage.data.itemsize
         self._token_rows: Tensor | None = None
-        # The kernel reads these as long as this object lives.
-        self._tables = inputs.block_tables.to(torch.int32).contiguous()
-        self._starts = np.ascontiguousarray(inputs.query_starts, dtype=np.int32)
-        self._lengths = np.ascontiguousarray(inputs.context_lens, dtype=np.int32)
-        self.args = self._describe()
+        # The kernel reads these as long as this object lives: block tables, query starts, context lengths.
+        num_rows, width = inputs.block_tables.shape
+        starts, lengths = num_rows * width, num_rows * (width + 1) + 1
+        self._numbers = torch.empty(lengths + num_rows, dtype=torch.int32)
+        numbers = self._numbers.numpy()
+        numbers[:starts] = inputs.block_tables.numpy().ravel()
+        numbers[starts:lengths] = inputs.query_starts
+        numbers[lengths:] = inputs.context_lens
+        self.args = args = NativeAttentionArgs.from_buffer_copy(pool)
+        args.block_tables, args.table_stride = self._numbers.data_ptr(), width
+        args.query_starts, args.context_lens = (args.block_tables + 4 * first for first in (starts, lengths))
+        args.num_rows, args.num_threads = num_rows, torch.get_num_threads()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `LayerAttention`."""
@@ -62,35 +70,32 @@ class NativeStep:
         args.q, args.out, args.kv = q.data_ptr(), out.data_ptr(), self.layer_address(layer)
         args.q_token_stride, args.out_token_stride, args.q_dtype = q.stride(0), out.stride(0), DTYPE_CODES[q.dtype]
         args.window = self._shape.windows[layer] or 0
-        if self._kernel(ctypes.byref(args)) != 0:
+        if load_native().quire_paged_attention(ctypes.byref(args)) != 0:
             raise TypeError(f"no native attention for {q.dtype} queries over a {self._storage.dtype} pool")
         return out
 
     def layer_address(self, layer: int) -> int:
         """Where the layer's first key lies in memory."""
-        data = self._storage.data
-        return data.data_ptr() + layer * data.stride(1) * data.itemsize
+        return self._storage.data.data_ptr() + layer * self.layer_bytes
 
-    def _describe(self) -> NativeAttentionArgs:
-        layout, strides = self._storage.layout, self._storage.data.stride()
-        return NativeAttentionArgs(
-            block_tables=self._tables.data_ptr(),
-            table_stride=self._tables.stride(0),
-            query_starts=self._starts.ctypes.data,
-            context_lens=self._lengths.ctypes.data,
+
+def pool_args(storage: KVStorage, shape: AttentionShape) -> bytes:
+    """What every step's `NativeAttentionArgs` say alike, as their memory."""
+    layout, strides = storage.layout, storage.data.stride()
+    return bytes(
+        NativeAttentionArgs(
             block_stride=strides[0],
             value_offset=strides[2],
             token_stride=strides[3],
             head_stride=strides[4],
-            num_rows=len(self._lengths),
-            num_heads=self._shape.num_heads,
+            num_heads=shape.num_heads,
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,
             block_size=layout.block_size,
-            kv_dtype=DTYPE_CODES[self._storage.dtype],
-            scale=self._shape.scale,
-            num_threads=torch.get_num_threads(),
+            kv_dtype=DTYPE_CODES[storage.dtype],
+            scale=shape.scale,
         )
+    )
 
 
 class NativeCPUAttention:
@@ -109,7 +114,8 @@ class NativeCPUAttention:
         load_native()
         self._storage = storage
         self._shape = shape
+        self._pool = pool_args(storage, shape)
 
     def plan(self, inputs: AttentionInputs) -> NativeStep:
         """Narrow the step's index arrays once; the kernel does the rest."""
-        return NativeStep(self._storage, self._shape, inputs)
+        return NativeStep(self._storage, self._shape, self._pool, inputs)

@@ -23,7 +23,6 @@ struct Projection {
 struct Layer {
   const float *input_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
   Projection qkv, output, gate_up, down;
-  void* kv;        // the layer's keys and values in the pool
   int32_t window;  // 0: none
 };
 
@@ -33,14 +32,16 @@ struct DecoderArgs {
   Matrix embedding;
   int32_t num_layers, hidden_size, intermediate_size;
   float epsilon;
-  // The step. `attention` describes it but for q, out, kv and window.
+  // The step. `attention` describes it but for q, out and window; its `kv` is the first layer's.
   AttentionArgs attention;
+  int64_t layer_bytes;       // from a layer's keys to the next one's
   const int64_t* token_ids;  // [num_tokens]
   const int64_t* slots;      // [num_tokens]
-  const float* cosines;      // [num_tokens, head_dim / 2]
-  const float* sines;
-  float* workspace;  // quire_decoder_workspace(args), 64-byte aligned
-  float* out;        // [num_tokens, hidden_size]
+  const int64_t* positions;  // [num_tokens]
+  const float* frequencies;  // [head_dim / 2], radians per token
+  float* workspace;          // quire_decoder_workspace(args), 64-byte aligned
+  float* out;                // [num_tokens, hidden_size]
+  float rotation_factor;     // of cosines and sines
   int32_t num_tokens, num_threads;
 };
 
@@ -60,6 +61,7 @@ struct Workspace {
   const Team team;
   const bool few;  // rows
   Buffer hidden, normed, qkv, mixed, gate_up, activated;
+  float *cosines, *sines;  // [num_tokens, head_dim / 2]
   float* scratch;
   int64_t floats = 0;
 
@@ -70,6 +72,9 @@ struct Workspace {
     mixed = take(queries);
     gate_up = take(2LL * a.intermediate_size);
     activated = take(a.intermediate_size);
+    const int64_t angles = padded(static_cast<int64_t>(a.num_tokens) * (a.attention.head_dim / 2));
+    cosines = a.workspace + floats, sines = cosines + angles;
+    floats += 2 * angles;
     const int64_t shared = floats;
     normed = take(a.hidden_size);
     scratch = a.workspace + floats;
@@ -127,6 +132,8 @@ class Pass {
 
   void run() {
     w_.clear_padding();
+    rotations({a_.positions, a_.frequencies, w_.cosines, w_.sines, t_.head_dim / 2, a_.rotation_factor},
+              team_.share(a_.num_tokens));
     look_up(team_, a_.embedding, a_.token_ids, a_.num_tokens, w_.hidden.rows, w_.hidden.stride);
     team_.wait();
     for (int i = 0; i < a_.num_layers; ++i) {
@@ -140,7 +147,7 @@ class Pass {
   void attention(const Layer& layer, int index) {
     prepared_norm(layer.input_norm);
     project(layer.qkv, w_.normed, w_.qkv, std::lcm(t_.head_dim, kPanel), [&](Range outputs) {
-      rope_store(rope_args(layer), {outputs.begin / t_.head_dim, outputs.end / t_.head_dim});
+      rope_store(rope_args(layer, index), {outputs.begin / t_.head_dim, outputs.end / t_.head_dim});
     });
     team_.wait();
     attend_over_pool(layer, index);
@@ -221,12 +228,16 @@ class Pass {
   }
   static Range panels_of(Range outputs) { return {outputs.begin / kPanel, (outputs.end + kPanel - 1) / kPanel}; }
 
-  RopeStoreArgs rope_args(const Layer& layer) const {
+  char* pool_of(int index) const {
+    return static_cast<char*>(const_cast<void*>(t_.kv)) + index * a_.layer_bytes;
+  }
+
+  RopeStoreArgs rope_args(const Layer& layer, int index) const {
     RopeStoreArgs args{};
     args.qkv = w_.qkv.rows, args.qkv_stride = w_.qkv.stride;
     args.q_norm = layer.q_norm, args.k_norm = layer.k_norm, args.epsilon = a_.epsilon;
-    args.cosines = a_.cosines, args.sines = a_.sines;
-    args.pool = layer.kv, args.slots = a_.slots;
+    args.cosines = w_.cosines, args.sines = w_.sines;
+    args.pool = pool_of(index), args.slots = a_.slots;
     args.block_stride = t_.block_stride, args.value_offset = t_.value_offset;
     args.token_stride = t_.token_stride, args.head_stride = t_.head_stride;
     args.rows = a_.num_tokens, args.num_heads = t_.num_heads, args.num_kv_heads = t_.num_kv_heads;
@@ -238,7 +249,7 @@ class Pass {
     AttentionArgs args = t_;
     args.q = w_.qkv.rows, args.q_token_stride = w_.qkv.stride;
     args.out = w_.mixed.rows, args.out_token_stride = w_.mixed.stride;
-    args.kv = layer.kv, args.window = layer.window;
+    args.kv = pool_of(index), args.window = layer.window;
     attend(args, shared_.plans.at(layer.window), shared_.next[index], scratch_);
   }
 

@@ -22,6 +22,15 @@ void rms_norm(const NormArgs& a, Range rows) {
     norm_row(a.x + r * a.x_stride, a.weight, a.out + r * a.out_stride, a.width, a.epsilon);
 }
 
+void rotations(const RotationArgs& a, Range rows) {
+  for (int64_t r = rows.begin; r < rows.end; ++r)
+    for (int i = 0; i < a.half; ++i) {
+      const float angle = static_cast<float>(a.positions[r]) * a.frequencies[i];
+      a.cosines[r * a.half + i] = std::cos(angle) * a.factor;
+      a.sines[r * a.half + i] = std::sin(angle) * a.factor;
+    }
+}
+
 static void rotate(float* x, const float* cosines, const float* sines, int half) {
   for (int i = 0; i < half; ++i) {
     const float first = x[i], second = x[i + half];

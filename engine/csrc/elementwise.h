@@ -1,5 +1,6 @@
 // The small operators around matmul and attention, each one pass over its data, float32:
 //
+//   rotations       cosines and sines of position * frequency                (Su et al. 2021)
 //   rms_norm        x / rms(x) * weight                                      (Zhang & Sennrich 2019)
 //   rope_store      normalise (where the model does) and rotate q and k      (Su et al. 2021, half-split pairs),
 //                   put k and v into the paged pool
@@ -18,6 +19,15 @@ struct NormArgs {
   int64_t x_stride, out_stride;
   int32_t rows, width;
   float epsilon;
+};
+
+struct RotationArgs {
+  const int64_t* positions;  // [rows]
+  const float* frequencies;  // [half], radians per token
+  float* cosines;            // [rows, half]
+  float* sines;              // [rows, half]
+  int32_t half;
+  float factor;  // of both
 };
 
 struct RopeStoreArgs {
@@ -40,7 +50,8 @@ struct SiluMultiplyArgs {
   int32_t rows, width;
 };
 
-// Each does some rows, some heads (queries, then keys, then values) of all rows, some columns of all rows.
+// Each does some rows (the first two), some heads (queries, then keys, then values) of all rows, some columns of all rows.
+void rotations(const RotationArgs& args, Range rows);
 void rms_norm(const NormArgs& args, Range rows);
 void rope_store(const RopeStoreArgs& args, Range heads);
 void silu_multiply(const SiluMultiplyArgs& args, Range columns);

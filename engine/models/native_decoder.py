@@ -33,7 +33,6 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, _Projection) for name in ("qkv", "output", "gate_up", "down")),
-        ("kv", ctypes.c_void_p),
         ("window", ctypes.c_int32),
     )
 
@@ -48,7 +47,9 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("num_layers", "hidden_size", "intermediate_size")),
         ("epsilon", ctypes.c_float),
         ("attention", NativeAttentionArgs),
-        *((name, ctypes.c_void_p) for name in ("token_ids", "slots", "cosines", "sines", "workspace", "out")),
+        ("layer_bytes", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "slots", "positions", "frequencies", "workspace", "out")),
+        ("rotation_factor", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_threads")),
     )
 
@@ -71,20 +72,20 @@ class _Program:
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
             epsilon=spec.rms_norm_eps,
+            frequencies=decoder.rope.frequencies.data_ptr(),
+            rotation_factor=decoder.rope.attention_factor,
         )
         self._workspace = torch.empty(0)
 
-    def run(self, token_ids: Tensor, cosines: Tensor, sines: Tensor, step: NativeStep) -> Tensor:
-        """See `Decoder.forward`; `cosines` and `sines` are `[T, 1, head_dim / 2]` float32."""
+    def run(self, token_ids: Tensor, positions: Tensor, step: NativeStep) -> Tensor:
+        """See `Decoder.forward`; both `[T]` int64 without gaps."""
         args = self._args
         out = torch.empty((len(token_ids), args.hidden_size))
-        for index, layer in enumerate(self._layers):
-            layer.kv = step.layer_address(index)
-        args.attention = step.args
-        args.attention.q_dtype = 0
+        args.attention, args.layer_bytes = step.args, step.layer_bytes
+        args.attention.kv, args.attention.q_dtype = step.layer_address(0), 0
         args.num_tokens, args.num_threads = len(token_ids), step.args.num_threads
         args.token_ids, args.slots = token_ids.data_ptr(), step.slots.data_ptr()
-        args.cosines, args.sines, args.out = cosines.data_ptr(), sines.data_ptr(), out.data_ptr()
+        args.positions, args.out = positions.data_ptr(), out.data_ptr()
         needed = self._kernels.quire_decoder_workspace(ctypes.byref(args))
         if needed > len(self._workspace):
             self._workspace = torch.empty(needed)
@@ -112,8 +113,7 @@ class NativeDecoder(Decoder):
         """See `Decoder.forward`."""
         if not isinstance(attend, NativeStep):
             return Decoder.forward(self, token_ids, positions, attend)
-        rotate = self.rope(positions, self.dtype)
-        return self.program.run(token_ids.contiguous(), rotate.cos, rotate.sin, attend)
+        return self.program.run(token_ids.contiguous(), positions.contiguous(), attend)
 
 
 def _native_layer(layer: DecoderLayer, window: int | None) -> _Layer:
