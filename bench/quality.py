@@ -1,11 +1,13 @@
-"""What a quantized KV cache costs in quality: perplexity and greedy agreement against full precision, on fixed prose.
+"""What rounding costs in quality, of the KV cache or of the weights: perplexity and greedy agreement on fixed prose.
 
     perplexity       of windows of text that the model has not seen in this order; each token given all before it
     same top token   share of those positions where the likeliest next token is the one of full precision
     same answer      greedy continuations of passages: share of tokens before the first that differs
 
-Every cache goes through the whole engine, as a server would run it. Prints one Markdown table.
-`python bench/kv_quality.py`, or `--tokens 2048 --window 512 --model FOLDER`.
+Everything goes through the whole engine, as a server would run it. Prints one Markdown table.
+
+    python -m bench.quality                                   KV caches
+    python -m bench.quality --weights none,auto,int8,int4     weights, beside the first
 """
 
 import argparse
@@ -20,17 +22,17 @@ from typing import Any
 from server.llm import LLM
 
 TEXT = Path(__file__).resolve().parent / "data" / "a_scandal_in_bohemia.txt"
-CACHES = ("auto", "int8", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One cache's figures: natural-log probabilities, likeliest tokens, greedy continuations, KV bytes per token."""
+    """One variant's figures: natural-log probabilities, likeliest tokens, greedy continuations, bytes held."""
 
     logprobs: Sequence[float]
     top_ids: Sequence[int]
     answers: Sequence[Sequence[int]]
-    bytes_per_token: int
+    kv_bytes_per_token: int
+    weight_bytes: int
 
     @property
     def perplexity(self) -> float:
@@ -41,16 +43,20 @@ class Outcome:
 def main() -> None:
     """Measure and print."""
     args = parse_args()
-    outcomes = {cache: measure(args, cache) for cache in CACHES}
+    setting, names = ("kv_cache_dtype", args.caches) if args.weights is None else ("quantization", args.weights)
+    outcomes = {name: measure(args, {setting: name}) for name in names}
     print(report(args, outcomes))
     if args.json:
-        summary = {cache: row(outcome, outcomes["auto"]) for cache, outcome in outcomes.items()}
+        full = outcomes[names[0]]
+        summary = {name: row(outcome, full) for name, outcome in outcomes.items()}
         Path(args.json).write_text(json.dumps(summary, indent=2) + "\n")
 
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__.splitlines()[0])
+    parser.add_argument("--caches", type=_names, default=("auto", "int8", "fp8"), help="KV caches, the full one first")
+    parser.add_argument("--weights", type=_names, default=None, help="quantizations instead, the exact one first")
     parser.add_argument("--model", default=None)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", type=int, default=4096, help="of the text, for perplexity")
@@ -62,16 +68,20 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(args: argparse.Namespace, cache: str) -> Outcome:
-    """Score the windows and continue the passages with one kind of cache."""
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def measure(args: argparse.Namespace, settings: Mapping[str, Any]) -> Outcome:
+    """Score the windows and continue the passages with one variant."""
     text = TEXT.read_text()
     with LLM(
         args.model,
         progress=False,
         dtype=args.dtype,
-        kv_cache_dtype=cache,
         max_model_len=max(args.window, args.num_in + args.num_out) + 1,
         enable_prefix_caching=False,
+        **settings,
     ) as llm:
         ids = llm.tokenizer.encode(text, add_special_tokens=False)
         windows = [ids[start : start + args.window] for start in range(0, args.tokens, args.window)]
@@ -83,7 +93,8 @@ def measure(args: argparse.Namespace, cache: str) -> Outcome:
             logprobs=[value for logprobs, _ in scores for value in logprobs],
             top_ids=[token_id for _, tops in scores for token_id in tops],
             answers=[answer.body["choices"][0]["token_ids"] for answer in answers],
-            bytes_per_token=llm.info.layout.bytes_per_token,
+            kv_bytes_per_token=llm.info.layout.bytes_per_token,
+            weight_bytes=llm.info.weight_bytes,
         )
 
 
@@ -97,11 +108,12 @@ def score(llm: LLM, window: Sequence[int]) -> tuple[list[float], list[int]]:
 
 
 def row(outcome: Outcome, full: Outcome) -> dict[str, float]:
-    """One cache's figures beside full precision's."""
+    """One variant's figures beside full precision's."""
     num_same = [shared_length(mine, theirs) for mine, theirs in zip(outcome.answers, full.answers, strict=True)]
     return {
-        "kv_bytes_per_token": outcome.bytes_per_token,
-        "capacity": full.bytes_per_token / outcome.bytes_per_token,
+        "kv_bytes_per_token": outcome.kv_bytes_per_token,
+        "capacity": full.kv_bytes_per_token / outcome.kv_bytes_per_token,
+        "weight_bytes": outcome.weight_bytes,
         "perplexity": outcome.perplexity,
         "perplexity_change": outcome.perplexity / full.perplexity - 1,
         "same_top": sum(map(int.__eq__, outcome.top_ids, full.top_ids)) / len(full.top_ids),
@@ -115,21 +127,26 @@ def shared_length(mine: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def report(args: argparse.Namespace, outcomes: Mapping[str, Outcome]) -> str:
-    """The table and what it was measured on."""
-    full = outcomes["auto"]
+    """The table, first of all full precision, and what it was measured on."""
+    full = next(iter(outcomes.values()))
+    what = "KV cache | bytes per token | tokens in that memory" if args.weights is None else "weights | MB"
+    num_figures = what.count("|") + 4
     lines = [
         f"{args.model or 'SmolLM2-135M-Instruct'}, {args.dtype}, {platform.machine()}; {len(full.logprobs)} scored "
         f"tokens in windows of {args.window}; {args.answers} passages of {args.num_in} tokens, {args.num_out} added.",
         "",
-        "| KV cache | bytes per token | tokens in that memory | perplexity | change | same top token | same answer |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        f"| {what} | perplexity | change | same top token | same answer |",
+        "| --- |" + " ---: |" * num_figures,
     ]
-    for cache, outcome in outcomes.items():
+    for name, outcome in outcomes.items():
         cells = row(outcome, full)
-        name = args.dtype if cache == "auto" else cache
+        if args.weights is None:
+            held = f"{cells['kv_bytes_per_token']:,} | {cells['capacity']:.2f} x"
+        else:
+            held = f"{cells['weight_bytes'] / 1e6:.0f}"
         lines.append(
-            f"| {name} | {cells['kv_bytes_per_token']:,} | {cells['capacity']:.2f} x | {cells['perplexity']:.4f} | "
-            f"{cells['perplexity_change']:+.3%} | {cells['same_top']:.2%} | {cells['same_answer']:.1%} |"
+            f"| {name} | {held} | {cells['perplexity']:.4f} | {cells['perplexity_change']:+.3%} | "
+            f"{cells['same_top']:.2%} | {cells['same_answer']:.1%} |"
         )
     return "\n".join(lines)
 
