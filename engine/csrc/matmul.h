@@ -1,18 +1,18 @@
-// y = x W^T with float32 activations and weights in a compact storage form, widened inside the kernel.
+// y = x W^T with float32 activations and weights in a compact storage form. Float-like weights are widened in registers:
+// the product is that of the widened matrix, in float32. Quantized weights are multiplied as integers, for which x is
+// rounded, too (round.h): to 16 bits, or to 8 where Q8Dot says so.
 //
-// The product is that of the dequantized matrix, in float32: keeping weights small changes the memory traffic and
-// nothing else. Only Q8Dot changes the arithmetic: it rounds x, too, to 8 bits in groups of 32 columns, each with a scale
-// of its own (largest magnitude / 127), and multiplies integers. Weights are packed into panels of 16 output rows, input columns one after the other:
+// Weights are packed into panels of 32 output rows, input columns one after the other:
 //
 //   panel                    32 rows, two halves of 16; lines of 64 bytes: half 0, half 1, half 0, ...
 //   a line                   some columns of 16 rows:
 //     F32      1 column      16 floats
 //     BF16     2 columns     16 words, the first column low
 //     F16      2 columns     16 halfs, 16 halfs
-//     Q8       4 columns     16 int8 four times
-//     Q8Dot    4 columns     16 words, the first column in the lowest byte; -127..127
+//     Q8       4 columns     16 words, the first column in the lowest byte
+//     Q8Dot    4 columns     the same; -127..127
 //     Q4       8 columns     16 words, the first column in the lowest half byte
-//   panel, group g           32 scales, 32 minima: one of each for 32 (or 16) columns of a row
+//   panel, group g           32 scales, 32 minima: one of each for `group` columns of a row
 //   value = scale * q + minimum; without minima that is scale * q for 8 bits, scale * (q - 8) for 4
 //
 // Columns are padded to whole groups of 32 and rows to whole panels, with zeros.
@@ -26,14 +26,16 @@ namespace quire {
 constexpr int kPanel = 32;  // output rows side by side
 constexpr int kGroup = 32;  // input columns are padded to a multiple of this
 
-enum Format : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kQ8 = 3, kQ4 = 4, kQ8Fine = 5, kQ8Dot = 6 };  // fine: groups of 16
+enum Format : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kQ8 = 3, kQ4 = 4, kQ8Dot = 5 };
 
 struct Matrix {
-  const void* weights;  // packed
-  const void* scales;   // [panels, groups, 32] float or half, or null
-  const void* mins;     // the same, or null: no minima
-  const float* bias;    // [out], or null
+  const void* weights;     // packed
+  const void* scales;      // [panels, groups, 32] float or half, or null
+  const void* mins;        // the same, or null: no minima
+  const float* bias;       // [out], or null
+  const uint8_t* heights;  // [8], or null: how to compute so many rows, see dot.h; never what comes out
   int32_t in, out, format, half_scales;
+  int32_t group;  // columns that share a scale: 16, 32, 64 or 128, a divisor of `in`; 0: there are no scales
 
   int padded_in() const { return (in + kGroup - 1) / kGroup * kGroup; }
   int panels() const { return (out + kPanel - 1) / kPanel; }

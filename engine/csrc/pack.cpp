@@ -77,8 +77,7 @@ extern "C" int quire_pack(const quire::PackArgs* args) {
       case kBF16: return pack_elements<2, 2, true>(*args, columns);
       case kF16: return pack_elements<2, 2>(*args, columns);
       case kQ4: return pack_half_bytes(*args, team.share(args->num_columns / 2));
-      case kQ8Dot: return pack_elements<1, 4, true>(*args, columns);
-      default: return pack_elements<1, 4>(*args, columns);
+      default: return pack_elements<1, 4, true>(*args, columns);
     }
   });
   return 0;

@@ -82,21 +82,6 @@ inline vfloat exp_nonpositive(vfloat x) {
   return x < splat(-87.0f) ? vfloat{} : y;
 }
 
-// One half byte of every word, lowest first, as a float times half_byte_power(index). `index` should be a constant.
-#if defined(__AVX512F__)
-constexpr float half_byte_power(int) { return 1.0f; }
-inline vfloat widen_half_byte(vint words, int index) {
-  const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i shifted = _mm512_srli_epi32(reinterpret_cast<__m512i>(words), 4 * index);
-  return reinterpret_cast<vfloat>(_mm512_permutexvar_ps(shifted, table));  // looks at the low four bits only
-}
-#else
-constexpr float half_byte_power(int index) { return static_cast<float>(1 << 4 * (index < 7 ? index : 6)); }
-inline vfloat widen_half_byte(vint words, int index) {
-  return __builtin_convertvector(index < 7 ? words & (15 << 4 * index) : (words >> 4) & (15 << 24), vfloat);
-}
-#endif
-
 // kLanes signed bytes as floats.
 inline vfloat widen_int8(const int8_t* p) {
 #if defined(__AVX512F__)
@@ -111,32 +96,6 @@ inline vfloat widen_int8(const int8_t* p) {
   return y;
 #endif
 }
-
-// Dot products of bytes, exact: every word of `sum` grows by those of its four pairs. A pair of products, at most
-// 2 * 127 * 127, fits 16 bits with the sign: `weights` and `x` are in -127..127.
-#if defined(__AVX512BW__)
-inline vint dot4(vint sum, vint weights, vint x) {
-  const __m512i w = reinterpret_cast<__m512i>(weights), y = reinterpret_cast<__m512i>(x);
-  const __m512i signed_x = _mm512_mask_sub_epi8(y, _mm512_movepi8_mask(w), _mm512_setzero_si512(), y);
-#if defined(__AVX512VNNI__)
-  return reinterpret_cast<vint>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), _mm512_abs_epi8(w), signed_x));
-#else
-  const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(w), signed_x);
-  return sum + reinterpret_cast<vint>(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
-#endif
-}
-#elif defined(__AVX2__)
-inline vint dot4(vint sum, vint weights, vint x) {
-  const __m256i w = reinterpret_cast<__m256i>(weights);
-  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(reinterpret_cast<__m256i>(x), w));
-  return sum + reinterpret_cast<vint>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
-#else
-inline vint dot4(vint sum, vint weights, vint x) {
-  for (int shift = 24; shift >= 0; shift -= 8) sum += (weights << shift >> 24) * (x << shift >> 24);
-  return sum;
-}
-#endif
 
 // kLanes unsigned bytes as words.
 inline vint widen_uint8(const uint8_t* p) {

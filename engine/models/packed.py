@@ -5,8 +5,9 @@
     none           widened to float32         the same
     int8, int4     rounded anew               rounded to 8 or 4 bits in groups of 32
 
-Embedding and head keep 8 bits under int4: they are the most sensitive matrices. Products with matrices that are rounded
-to 8 bits round their inputs, too, and multiply integers; all other arithmetic is float32.
+Embedding and head keep 8 bits under int4: they are the most sensitive matrices. Products with quantized matrices round
+their inputs, too, and multiply integers: to 8 bits under int8, else to 16, where little is lost. All other arithmetic
+is float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -128,7 +129,8 @@ class PackedParameters:
         if bits is not None and num_inputs % GROUP_SIZE == 0:
             halves = self._holds(name, lambda rows: half_scales_suffice(rows, bits))
             scale_dtype = torch.float16 if halves else torch.float32
-            return AffineForm(bits, GROUP_SIZE, scale_dtype, has_minimums=bits == 4, rounds_inputs=bits == 8)
+            input_bits = 8 if self._quantization == "int8" else 16
+            return AffineForm(bits, GROUP_SIZE, scale_dtype, has_minimums=bits == 4, input_bits=input_bits)
         stored = self._checkpoint.form(name)
         if isinstance(stored, AffineForm):
             return stored if self._quantization == "auto" and num_inputs % GROUP_SIZE == 0 else FLOAT32

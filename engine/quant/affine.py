@@ -27,17 +27,17 @@ class AffineForm:
 
     Attributes:
         bits: 4 or 8.
-        group_size: inputs that share a scale: 32, or 16 with 8 bits.
+        group_size: inputs that share a scale: 16, 32, 64 or 128.
         scale_dtype: float16 or float32, of scales and minimums.
-        rounds_inputs: products round their inputs, too, and multiply integers: only with 8 bits and no minimums. That
-            belongs to the arithmetic; what is stored is the same.
+        input_bits: 16, or 8 with 8 bits and no minimums: what products round their inputs to, group by group, as they
+            multiply integers. That belongs to the arithmetic; what is stored is the same.
     """
 
     bits: int
     group_size: int
     scale_dtype: torch.dtype
     has_minimums: bool
-    rounds_inputs: bool = False
+    input_bits: int = 16
 
 
 Form = DenseForm | AffineForm
@@ -75,7 +75,7 @@ class AffineWeight:
 
 def is_stored_as(rows: AffineWeight, form: Form) -> bool:
     """Whether rows are kept just as `form` keeps them, whatever its products do with their inputs."""
-    return isinstance(form, AffineForm) and rows.form == replace(form, rounds_inputs=False)
+    return isinstance(form, AffineForm) and rows.form == replace(form, input_bits=rows.form.input_bits)
 
 
 def dense(rows: Tensor | AffineWeight) -> Tensor:

@@ -1,8 +1,8 @@
 """Weights packed for `csrc/matmul.cpp`, and the product with them. The layout is drawn in `csrc/matmul.h`.
 
-Products are float32 and equal those with the dequantized matrix up to the order of summation: packing changes how many
-bytes a product reads, never its meaning. Except for a form that rounds its inputs: there they equal those of the inputs
-that `quantize(x, 8)` stands for.
+Products take and give float32. With a dense form they equal those with the matrix itself up to the order of summation.
+With a quantized form they equal those of rounded inputs with the dequantized matrix: each group of inputs that meets
+one scale is rounded to multiples of its largest magnitude / 32767 (or / 127), and integers are multiplied.
 """
 
 import ctypes
@@ -17,7 +17,8 @@ from engine.quant.affine import GROUP_SIZE, AffineForm, AffineWeight, DenseForm,
 
 PANEL_SIZE = 32
 _DENSE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_AFFINE_CODES = {(8, 32, False): 3, (4, 32, False): 4, (8, 16, False): 5, (8, 32, True): 6}
+_AFFINE_CODES = {(8, 16): 3, (4, 16): 4, (8, 8): 5}
+"""Bits of weights and inputs -> the kernels' number."""
 _SCALE_CODES = {torch.float32: -1, torch.float16: -2}
 
 
@@ -25,8 +26,8 @@ class NativeMatrix(ctypes.Structure):
     """`Matrix` of `csrc/matmul.h`, field by field. Points into tensors that somebody else keeps alive."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weights", "scales", "mins", "bias")),
-        *((name, ctypes.c_int32) for name in ("num_inputs", "num_outputs", "format", "half_scales")),
+        *((name, ctypes.c_void_p) for name in ("weights", "scales", "mins", "bias", "heights")),
+        *((name, ctypes.c_int32) for name in ("num_inputs", "num_outputs", "format", "half_scales", "group")),
     )
 
 
@@ -100,8 +101,8 @@ class PackedLinear:
         if isinstance(form, DenseForm):
             weights = torch.zeros(size, dtype=form.dtype, device=device)
         else:
-            if num_inputs % GROUP_SIZE:
-                raise ValueError(f"{num_inputs} inputs are not whole groups of {GROUP_SIZE}")
+            if num_inputs % (whole := max(GROUP_SIZE, form.group_size)):
+                raise ValueError(f"{num_inputs} inputs are not whole groups of {whole}")
             weights = torch.zeros(size * form.bits // 8, dtype=torch.uint8, device=device)
             scales = torch.zeros(size // form.group_size, dtype=form.scale_dtype, device=device)
             minimums = scales.clone() if form.has_minimums else None  # zeros_like on `meta` imports sympy
@@ -109,7 +110,9 @@ class PackedLinear:
         tensors = (weights, scales, minimums, biases)
         native = NativeMatrix(
             *(None if part is None else part.data_ptr() for part in tensors),
+            None,
             *(num_inputs, num_outputs, _code(form), int(scales is not None and scales.dtype == torch.float16)),
+            form.group_size if isinstance(form, AffineForm) else 0,
         )
         return cls(num_outputs, num_inputs, form, *tensors, native, load_native())
 
@@ -212,10 +215,10 @@ class PackedEmbedding:
         return self.matrix.look_up(token_ids)
 
 
-def packed(rows: Tensor | AffineWeight, bias: Tensor | None = None, rounds_inputs: bool = False) -> PackedLinear:
+def packed(rows: Tensor | AffineWeight, bias: Tensor | None = None, input_bits: int = 16) -> PackedLinear:
     """A whole matrix `[out, in]` packed in its own form."""
     num_outputs, num_inputs = rows.q.shape if isinstance(rows, AffineWeight) else rows.shape
-    form: Form = DenseForm(rows.dtype) if isinstance(rows, Tensor) else replace(rows.form, rounds_inputs=rounds_inputs)
+    form: Form = DenseForm(rows.dtype) if isinstance(rows, Tensor) else replace(rows.form, input_bits=input_bits)
     matrix = PackedLinear.allocate(form, num_outputs, num_inputs, bias is not None)
     matrix.fill(0, rows)
     if bias is not None and matrix.bias is not None:
@@ -226,5 +229,5 @@ def packed(rows: Tensor | AffineWeight, bias: Tensor | None = None, rounds_input
 def _code(form: Form) -> int:
     """The kernels' number of a form."""
     if isinstance(form, AffineForm):
-        return _AFFINE_CODES[form.bits, form.group_size, form.rounds_inputs]
+        return _AFFINE_CODES[form.bits, form.input_bits]
     return _DENSE_CODES[form.dtype]

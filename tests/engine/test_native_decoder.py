@@ -187,7 +187,8 @@ def test_gguf_kept_quantized_equals_its_dequantized_values(kind: Quant, tmp_path
     path = write_gguf(folder, tmp_path / "m.gguf", qtype=kind)
     packed, dense = load(path), load_dense(path)
     assert packed.weight_bytes < dense.weight_bytes * 0.66
-    torch.testing.assert_close(naive_logits(packed, PROMPT), naive_logits(dense, PROMPT), atol=1e-4, rtol=0)
+    lost = 1e-4 if kind in (Quant.F16, Quant.BF16) else 3e-3  # inputs rounded to 16 bits
+    torch.testing.assert_close(naive_logits(packed, PROMPT), naive_logits(dense, PROMPT), atol=lost, rtol=0)
     widened = load(path, "none")
     torch.testing.assert_close(naive_logits(widened, PROMPT), naive_logits(dense, PROMPT), atol=1e-4, rtol=0)
 
@@ -201,10 +202,10 @@ def test_parts_of_unlike_types_stand_side_by_side(tmp_path: Path) -> None:
     attention = packed.layers[0].attention.qkv
     assert isinstance(attention, StackedLinear)
     assert [part.num_outputs for part in attention.parts] == [96, 32]
-    torch.testing.assert_close(naive_logits(packed, PROMPT), naive_logits(load_dense(path), PROMPT), atol=1e-4, rtol=0)
+    torch.testing.assert_close(naive_logits(packed, PROMPT), naive_logits(load_dense(path), PROMPT), atol=3e-3, rtol=0)
     fast, slow = Sequences(packed, 1), Sequences(packed, 1)
     for rows in ([(0, PROMPT[:30])], [(0, [5])]):
-        torch.testing.assert_close(fast.step(*rows)[0], slow.step(*rows, python=True)[0], atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(fast.step(*rows)[0], slow.step(*rows, python=True)[0], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize(("quantization", "allowed"), [("int8", 0.05), ("int4", 0.3)])

@@ -23,7 +23,7 @@ from tests.fakes.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(find_native() is None, reason="no native kernels here")
 
-FORMS = ("float32", "bfloat16", "float16", "int8", "int8 fine", "int8 integers", "int4", "int4 half")
+FORMS = ("float32", "bfloat16", "float16", "int8", "int8 fine", "int8 input", "int4", "int4 half")
 
 
 def matrix(form: str, num_outputs: int, num_inputs: int) -> torch.Tensor | AffineWeight:
@@ -41,7 +41,7 @@ def test_products_and_look_ups(form: str) -> None:
     widths = (32, 64, 288) if form.startswith("int") else (1, 31, 32, 33, 288)
     for num_outputs, num_inputs in itertools.product((1, 15, 16, 17, 32, 33, 100), widths):
         stored = matrix(form, num_outputs, num_inputs)
-        linear = packed(stored, torch.randn(num_outputs), "integers" in form)
+        linear = packed(stored, torch.randn(num_outputs), input_bits=8 if "input" in form else 16)
         for rows in (0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 97):
             assert linear(torch.randn(rows, num_inputs)).isfinite().all()
         assert linear.look_up(torch.arange(num_outputs)).isfinite().all()
