@@ -29,6 +29,8 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 class BlockTable:
     """The blocks of one sequence. Holds one pool reference per entry until `release`."""
 
+    __slots__ = ("_pool", "block_ids", "block_size")
+
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self.block_size = block_size
@@ -55,10 +57,9 @@ class BlockTable:
 
     def needed_for(self, start: int, end: int) -> int:
         """How many blocks `prepare_write(start, end)` takes from the pool: missing ones and copies of shared ones."""
-        size, block_ids = self.block_size, self.block_ids
-        first, last = start // size, (end - 1) // size
-        if first == last and first < len(block_ids):  # a decode step inside a block: the common case
-            return int(self._pool.ref_count(block_ids[first]) > 1)
+        block_ids, index = self.block_ids, start // self.block_size
+        if end == start + 1 and index < len(block_ids):  # a decode step inside a block: the common case
+            return int(self._pool.ref_count(block_ids[index]) > 1)
         return self.missing(end) + self.shared_in(start, end)
 
     def prepare_write(self, start: int, end: int) -> tuple[int, list[BlockCopy]]:

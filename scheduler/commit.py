@@ -120,6 +120,7 @@ class Committer:
         sequence.advance(output.token_ids[: verdict.num_kept], len(row.token_ids) - row.num_drafts)
         if row.num_drafts:
             sequence.table.truncate(max(len(sequence.tokens), sequence.num_reserved))
+            sequence.num_synced = min(sequence.num_synced, len(sequence.table.block_ids))
         self._roster.running.publish(sequence)
         sequence.is_drafting = bool(output.draft)
         if output.draft and not sequence.num_flying:  # else its next step is on its way without

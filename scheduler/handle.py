@@ -91,8 +91,12 @@ class RequestHandle:
                     return
                 self._wake.clear()
                 await self._wake.wait()
-            events, self._events = self._events, []
-            yield events
+            yield self.take()
+
+    def take(self) -> list[TokenEvent]:
+        """Everything that has come since the last look, without waiting for more."""
+        events, self._events = self._events, []
+        return events
 
     def push(self, event: TokenEvent) -> None:
         """Called by the loop only: append an event and wake the consumer."""

@@ -13,8 +13,9 @@ that must give way, drafts to be verified, a table to give back) waits for it.
 """
 
 from dataclasses import dataclass, field
+from itertools import repeat
 
-from engine.batch import Batch, BlockLoad, Row, SlotStart
+from engine.batch import PENDING, Batch, BlockLoad, Row, SlotStart
 from kvpool.table import BlockCopy
 from scheduler.budget import Share, TokenBudget, allot, gaps_of
 from scheduler.config import SchedulerConfig
@@ -23,6 +24,8 @@ from scheduler.pace import PaceMeter
 from scheduler.preemption import make_room
 from scheduler.roster import Roster
 from scheduler.sequence import Sequence, SequenceState
+
+_PENDING = (PENDING,)
 
 MAX_IDLE_SAVES = 8
 """Blocks read out in one step that does nothing else: whoever arrives meanwhile waits for it."""
@@ -43,6 +46,14 @@ class Plan:
     num_decode_tokens: int
 
 
+def all_go_on(grants: list[Share], starts: list[int]) -> bool:
+    """Whether all that is granted is each sequence's newest token, and an output token: what most steps are."""
+    return all(
+        num_tokens == 1 and start >= s.num_prompt and start + 1 == len(s.tokens) + s.num_pending
+        for (s, num_tokens), start in zip(grants, starts, strict=True)
+    )
+
+
 @dataclass(slots=True)
 class _Sketch:
     """A plan being made."""
@@ -56,14 +67,47 @@ class _Sketch:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
 
+    def add_rows(self, grants: list[Share], needs: list[int]) -> None:
+        """Rows of these sequences, whose room is certain: for `grants[i]` are `needs[i]` blocks to be taken."""
+        starts = [s.computed + s.num_flying for s, _ in grants]
+        if not all_go_on(grants, starts):
+            for (sequence, num_tokens), num_needed in zip(grants, needs, strict=True):
+                self.add_row(sequence, num_tokens, num_needed)
+            return
+        for (sequence, _), start, num_needed in zip(grants, starts, needs, strict=True):
+            if num_needed:
+                self._prepare(sequence, start, start + 1)
+        self._add_next(sequences := [s for s, _ in grants], starts)
+        self.sequences += sequences
+        self.num_decode_tokens += len(sequences)
+
+    def _add_next(self, sequences: list[Sequence], starts: list[int]) -> None:
+        """`add_row` for sequences that go on by their newest token, each at its start: column by column."""
+        new_blocks = [
+            tuple(ids[s.num_synced :]) if len(ids := s.table.block_ids) > s.num_synced else () for s in sequences
+        ]
+        self.rows += map(
+            Row,
+            [s.slot for s in sequences],
+            starts,
+            [_PENDING if s.num_pending else (s.tokens[-1],) for s in sequences],
+            [s.num_synced for s in sequences],
+            new_blocks,
+            repeat(True),
+        )
+        for sequence, block_ids in zip(sequences, new_blocks, strict=True):
+            sequence.num_synced += len(block_ids)
+            sequence.num_flying += 1
+            sequence.num_pending += 1
+
     def add_row(self, sequence: Sequence, num_tokens: int, num_needed: int) -> None:
-        """Compute the next `num_tokens` of `sequence`, whose room is certain: `num_needed` blocks are to be taken."""
-        start, block_ids = sequence.num_planned, sequence.table.block_ids
-        num_known = len(sequence.tokens) + sequence.num_pending - start
-        is_output = start >= sequence.num_prompt
-        offset = min(sequence.num_synced, len(block_ids))
+        """Compute the next `num_tokens` of a sequence whose room is certain: `num_needed` blocks are to be taken."""
+        start = sequence.computed + sequence.num_flying
         if num_needed:
-            offset = min(offset, self._prepare(sequence, start, start + num_tokens))
+            self._prepare(sequence, start, start + num_tokens)
+        num_known = len(sequence.tokens) + sequence.num_pending - start
+        offset, block_ids = sequence.num_synced, sequence.table.block_ids
+        is_output = start >= sequence.num_prompt
         row = Row(
             sequence.slot,
             start,
@@ -83,11 +127,11 @@ class _Sketch:
         else:
             self.num_prefill_tokens += num_tokens
 
-    def _prepare(self, sequence: Sequence, start: int, end: int) -> int:
-        """Make positions `[start, end)` writable; the first table entry that changed."""
+    def _prepare(self, sequence: Sequence, start: int, end: int) -> None:
+        """Make positions `[start, end)` writable."""
         first_changed, copies = sequence.table.prepare_write(start, end)
         self.copies.extend(copies)
-        return first_changed
+        sequence.num_synced = min(sequence.num_synced, first_changed)
 
 
 class Planner:
@@ -127,11 +171,10 @@ class Planner:
         gaps = gaps_of(s for s in running.sequences if s.state is SequenceState.RUNNING)
         sketch = _Sketch(self._budget(gaps))
         grants = allot(gaps, sketch.budget)
-        needs = [running.num_needed(sequence, num_tokens) for sequence, num_tokens in grants]
+        needs = running.needs_of(grants)
         if not running.has_spare(sum(needs)):
             return None
-        for (sequence, num_tokens), num_needed in zip(grants, needs, strict=True):
-            sketch.add_row(sequence, num_tokens, num_needed)
+        sketch.add_rows(grants, needs)
         self._let_in(sketch)
         return self._freeze(sketch, self._roster.offload.take_saves()) if sketch.rows else None
 
@@ -149,8 +192,13 @@ class Planner:
     def _serve_running(self, gaps: list[Share], sketch: _Sketch) -> bool:
         """Give rows to running sequences; True when that preempted any."""
         running, preempt = self._roster.running, self._roster.preempt
+        grants = allot(gaps, sketch.budget)
+        needs = running.needs_of(grants)
+        if running.has_spare(sum(needs)):
+            sketch.add_rows(grants, needs)
+            return False
         num_before = len(running.sequences)
-        for sequence, num_tokens in allot(gaps, sketch.budget):
+        for sequence, num_tokens in grants:
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for one ahead of it
             num_needed = running.num_needed(sequence, num_tokens)

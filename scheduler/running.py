@@ -16,6 +16,7 @@ from kvpool.pins import PrefixPins
 from kvpool.pool import BlockPool
 from kvpool.prefix import PrefixBlock, PrefixIndex, PrefixListener, PrefixListeners, extend_chain
 from kvpool.table import BlockCopy, BlockTable, blocks_for
+from scheduler.budget import Share
 from scheduler.config import SchedulerConfig
 from scheduler.forecast import Holding, LengthForecast, peak_tokens
 from scheduler.offload import Offload
@@ -88,6 +89,10 @@ class RunningSet:
         """Blocks that its next `num_tokens` tokens take from the pool; none while it goes on inside a block."""
         start = sequence.computed + sequence.num_flying
         return sequence.table.needed_for(start, start + num_tokens)
+
+    def needs_of(self, grants: list[Share]) -> list[int]:
+        """The same for each of these sequences and its tokens, as if the others took none."""
+        return [s.table.needed_for(start := s.computed + s.num_flying, start + num_tokens) for s, num_tokens in grants]
 
     def has_room(self, sequence: Sequence, num_tokens: int, *, num_kept_back: int = 0) -> bool:
         """Whether the KV of the next `num_tokens` tokens can be written, leaving `num_kept_back` blocks alone.
@@ -188,6 +193,7 @@ class RunningSet:
             assert sequence.table.capacity >= sequence.num_planned, "a table does not cover what is computed"
             num_needed = blocks_for(max(num_tokens, sequence.num_reserved), self._block_size)
             assert is_ended or len(sequence.table.block_ids) <= num_needed, "a table holds blocks for no token"
+            assert sequence.num_synced <= len(sequence.table.block_ids), "the engine knows blocks that are gone"
             writers.update(sequence.table.block_ids[sequence.computed // self._block_size :])
         assert all(count == 1 for count in writers.values()), "two sequences write one block"
         references = Counter(block_id for s in self.sequences for block_id in s.table.block_ids)

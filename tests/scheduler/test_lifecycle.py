@@ -196,3 +196,15 @@ async def test_stats_tell_how_long_a_step_has_been_running() -> None:
         h.engine.gate.set()
         await read(handle)
         assert h.scheduler.stats().drain_tokens_per_s > 0
+
+
+async def test_events_can_be_taken_without_waiting() -> None:
+    async with house() as h:
+        handle = h.scheduler.submit(request(4, 3))
+        assert handle.take() == []
+        await h.turns()
+        events = handle.take()
+        assert len([token_id for event in events for token_id in event.token_ids]) == 3
+        assert [event.finish_reason for event in events] == [None, None, FinishReason.LENGTH]
+        assert handle.take() == []
+        assert [event async for event in handle] == []

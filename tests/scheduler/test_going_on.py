@@ -1,11 +1,11 @@
-"""What a step's output changes: the short way of rows that go on, against the way of all rows."""
+"""Rows that only go on: the short ways in which they are planned and committed, against the ways of all rows."""
 
 import random
 from typing import Any
 
 import pytest
 
-from scheduler import commit
+from scheduler import commit, planner
 from scheduler.request import Request
 from tests.scheduler.harness import Answer, House, house, request
 
@@ -41,6 +41,7 @@ async def test_rows_that_go_on_come_to_what_they_come_to_like_all_others(
     settings = {"engine": {"num_drafts": num_drafts}, "max_num_seqs": 5}
     short, short_answers = await told(requests(seed), **settings)
     monkeypatch.setattr(commit, "goes_on", lambda *_: False)
+    monkeypatch.setattr(planner, "all_go_on", lambda *_: False)
     long, long_answers = await told(requests(seed), **settings)
     assert short_answers == long_answers
     assert short.engine.batches == long.engine.batches
