@@ -58,8 +58,8 @@ def section(session: Session) -> str:
     parts = [
         f"## {session.model}",
         f"Bounds measured around the run: stream read {session.bounds.read_bytes_per_s / 1e9:.1f} GB/s; GEMM, as torch "
-        f"does it, {gemm} GFLOP/s. Greedy; prefix caches as the servers have them, but every prompt has a beginning of its own, except "
-        f"in `prefix`; warm-up excluded; medians over repeats, servers in turn; {slo}.",
+        f"does it, {gemm} GFLOP/s. Greedy; prefix caches as the servers have them, but every prompt has a beginning of "
+        f"its own, except in `prefix`; warm-up excluded; medians over repeats, servers in turn; {slo}.",
         served_table(session),
         main_table(session),
     ]
