@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.errors import ServerErrorMiddleware
@@ -10,7 +10,8 @@ from starlette.middleware.errors import ServerErrorMiddleware
 from server.docs_page import router as docs_router
 from server.errors import install_handlers, on_error
 from server.health import health_router
-from server.middleware import Accounting, ApiKey, BodyLimit, HeadAsGet
+from server.middleware import CLIENT_CLOSED, Accounting, ApiKey, BodyLimit, HeadAsGet
+from server.openai.body import ClientGone
 from server.openai.capacity import router as capacity_router
 from server.openai.kv import router as kv_router
 from server.openai.models import router as models_router
@@ -50,6 +51,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.state.quire = state
     app.state.seeds = SeedSource(state.config.seed)
     install_handlers(app)
+    app.add_exception_handler(ClientGone, _on_client_gone)
     for router in (
         generation_router,
         models_router,
@@ -62,6 +64,11 @@ def create_app(state: ServerState) -> FastAPI:
         app.include_router(router)
     install_openapi(app)
     return app
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    """Nobody reads this; the log and the metrics do."""
+    return Response(status_code=CLIENT_CLOSED)
 
 
 def _middleware(state: ServerState) -> list[Middleware]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 
 from engine.sampling.params import SamplingParams
 from kvpool.prefix import namespace_root
@@ -17,14 +17,12 @@ from scheduler.outlook import Question
 from scheduler.predict import predict
 from scheduler.request import Request
 from server.errors import as_api_error, bad_request
-from server.middleware import CLIENT_CLOSED
 from server.openai.notes import Notes
 from server.openai.openapi import body_of, errors
 from server.openai.schema.answers import CapacityAnswer
 from server.openai.schema.requests import CapacityRequest
 from server.openai.service import ready, state_of
 from server.openai.tokens import body_and_notes, token_ids_of
-from server.openai.translate import check_model
 from server.state import Served, ServerState
 from server.text.replies import spell
 
@@ -37,14 +35,11 @@ router = APIRouter(tags=["kv"])
     responses=errors(400, 401, 404, 413, 415, 503),
     **body_of(CapacityRequest),
 )
-async def capacity(request: HTTPRequest) -> Response:
+async def capacity(request: HTTPRequest) -> JSONResponse:
     """What would become of a request that came now. Nothing is queued."""
     state = state_of(request)
     served = ready(state)
-    body, notes = await body_and_notes(request, CapacityRequest, state)
-    if body is None:
-        return Response(status_code=CLIENT_CLOSED)
-    check_model(body.model, served)
+    body, notes = await body_and_notes(request, CapacityRequest, state, served)
     asked = await _asked(body, state, served, notes)
     num_prompt = body.prompt_tokens or len(asked.prompt_ids)
     try:

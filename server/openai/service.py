@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from server.errors import ApiError, Busy
 from server.limits import Lease
-from server.middleware import CLIENT_CLOSED, RequestContext
+from server.middleware import RequestContext
 from server.openai.answer import respond
-from server.openai.body import ClientGone, W, read_body
+from server.openai.body import W, read_body
 from server.openai.generation import Generation
 from server.openai.plan import Plan
 from server.openai.settings import SeedSource
@@ -62,7 +62,7 @@ async def generate(request: Request, endpoint: Endpoint[W]) -> Response:
     """Answer a chat or completion request.
 
     Raises:
-        Whatever `server.errors.TABLE` knows, before the first byte is sent.
+        Whatever `server.errors.TABLE` knows, and ClientGone, before the first byte is sent.
     """
     state = state_of(request)
     context: RequestContext = request.scope["quire"]
@@ -71,10 +71,7 @@ async def generate(request: Request, endpoint: Endpoint[W]) -> Response:
         lease = context.account.admit()
         undo.callback(lease.close)
         arrival = Arrival.of(context.request_id, request.headers, served.clock.now())
-        try:
-            body = await read_body(request, endpoint.schema)
-        except ClientGone:
-            return Response(status_code=CLIENT_CLOSED)
+        body = await read_body(request, endpoint.schema)
         target = Target(served, state.config, seeds_of(request))
         plan = await endpoint.plan(body, arrival, target)
         lease.charge_prompt(plan.num_prompt_tokens)

@@ -1,22 +1,21 @@
 """`/tokenize`, `/detokenize` and `/tokenizer_info`: the tokenizer as requests use it."""
 
 import asyncio
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 
 from server.errors import bad_request
-from server.middleware import CLIENT_CLOSED
-from server.openai.body import ClientGone, W, read_body
+from server.openai.body import read_body
 from server.openai.chat import check_template_allowed, render_and_encode
 from server.openai.completions import encode_prompts
 from server.openai.conversation import rendering, wire_tools
 from server.openai.notes import Notes
 from server.openai.openapi import body_of, errors
 from server.openai.schema.answers import Detokenized, Tokenized, TokenizerInfo
-from server.openai.schema.requests import DetokenizeRequest, PromptFields, TokenizeRequest
+from server.openai.schema.requests import CapacityRequest, DetokenizeRequest, PromptFields, TokenizeRequest
 from server.openai.service import ready, state_of
 from server.openai.settings import check_token_ids
 from server.openai.translate import check_model
@@ -24,18 +23,17 @@ from server.state import Served, ServerState
 
 router = APIRouter(tags=["tokenizer"])
 
+A = TypeVar("A", CapacityRequest, DetokenizeRequest, TokenizeRequest)
+
 
 @router.post(
     "/tokenize", response_model=Tokenized, responses=errors(400, 401, 404, 413, 415, 503), **body_of(TokenizeRequest)
 )
-async def tokenize(request: Request) -> Response:
+async def tokenize(request: Request) -> JSONResponse:
     """The token ids of a text, or of a conversation as chat would render it."""
     state = state_of(request)
     served = ready(state)
-    body, notes = await body_and_notes(request, TokenizeRequest, state)
-    if body is None:
-        return Response(status_code=CLIENT_CLOSED)
-    check_model(body.model, served)
+    body, notes = await body_and_notes(request, TokenizeRequest, state, served)
     ids = await token_ids_of(body, state, served, notes)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
     if body.return_token_strs:
@@ -49,14 +47,11 @@ async def tokenize(request: Request) -> Response:
     responses=errors(400, 401, 404, 413, 415, 503),
     **body_of(DetokenizeRequest),
 )
-async def detokenize(request: Request) -> Response:
+async def detokenize(request: Request) -> JSONResponse:
     """The text of token ids, special tokens included."""
     state = state_of(request)
     served = ready(state)
-    body, notes = await body_and_notes(request, DetokenizeRequest, state)
-    if body is None:
-        return Response(status_code=CLIENT_CLOSED)
-    check_model(body.model, served)
+    body, notes = await body_and_notes(request, DetokenizeRequest, state, served)
     check_token_ids(body.tokens, "tokens", served.vocab_size)
     text = await asyncio.to_thread(served.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return _answer({"prompt": text}, notes)
@@ -90,14 +85,16 @@ def _answer(answer: dict[str, Any], notes: Notes) -> JSONResponse:
     return JSONResponse(answer | warnings, headers=notes.headers())
 
 
-async def body_and_notes(request: Request, model: type[W], state: ServerState) -> tuple[W | None, Notes]:
-    """A request's body with what was not taken as given; None when the client left. Raises ApiError."""
-    notes = Notes(strict=state.config.strict_params)
-    try:
-        body = await read_body(request, model)
-    except ClientGone:
-        return None, notes
+async def body_and_notes(request: Request, model: type[A], state: ServerState, served: Served) -> tuple[A, Notes]:
+    """A request's body, meant for the model that is served, with what was not taken as given.
+
+    Raises:
+        ApiError: as `read_body`, or 404 for another model.
+        ClientGone: as `read_body`.
+    """
+    body, notes = await read_body(request, model), Notes(strict=state.config.strict_params)
     notes.unknown(dict(body.unknown_fields()))
+    check_model(body.model, served)
     return body, notes
 
 

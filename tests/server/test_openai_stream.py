@@ -254,10 +254,12 @@ async def test_a_deadline_in_a_begun_stream_is_an_event() -> None:
 # ------------------------------------------------------------------------------------------------------ disconnects
 
 
-async def call_and_leave(bench: Bench, body: dict[str, Any], leave: asyncio.Event) -> list[Any]:
-    """An ASGI client that sends a body, collects what comes, and is gone once `leave` is set."""
-    raw = json.dumps(body).encode()
-    sent = [{"type": "http.request", "body": raw, "more_body": False}]
+async def call_and_leave(
+    bench: Bench, body: dict[str, Any] | None, leave: asyncio.Event, path: str = COMPLETIONS
+) -> list[Any]:
+    """An ASGI client that sends a body (None: half of one), collects what comes, and is gone once `leave` is set."""
+    raw = json.dumps(body).encode() if body is not None else b"{"
+    sent = [{"type": "http.request", "body": raw, "more_body": body is None}]
     messages: list[Any] = []
 
     async def receive() -> dict[str, Any]:
@@ -275,8 +277,8 @@ async def call_and_leave(bench: Bench, body: dict[str, Any], leave: asyncio.Even
         "http_version": "1.1",
         "method": "POST",
         "scheme": "http",
-        "path": COMPLETIONS,
-        "raw_path": COMPLETIONS.encode(),
+        "path": path,
+        "raw_path": path.encode(),
         "query_string": b"",
         "root_path": "",
         "headers": [(b"content-type", b"application/json")],
@@ -321,6 +323,15 @@ async def test_a_disconnect_while_waiting_leaves_the_queue(stream: bool) -> None
         gate.set()
         assert (await first).status_code == 200
         await bench.idle()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/v1/capacity"])
+async def test_who_leaves_before_the_body_has_come_is_told_nothing(bench: Bench, path: str) -> None:
+    leave = asyncio.Event()
+    leave.set()
+    messages = await call_and_leave(bench, None, leave, path)
+    assert [message.get("status") or message["body"] for message in messages] == [499, b""]
+    assert (await bench.complete("count", max_tokens=2)).status_code == 200
 
 
 async def test_a_stop_string_ends_the_work(bench: Bench) -> None:
