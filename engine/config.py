@@ -27,7 +27,8 @@ class EngineConfig:
 
     Attributes:
         model: what was asked for, as the user wrote it; None is the embedded model.
-        dtype: of weights and activations; `auto` is the checkpoint's own where the hardware computes it well.
+        dtype: of weights and activations; `auto` is the checkpoint's own where the hardware computes it well. With
+            native CPU kernels it is of float weights and the KV cache, and activations are float32.
         device: `auto`, or a torch device such as `cpu`, `cuda`, `cuda:1`, `mps`.
         block_size: tokens per KV block.
         num_kv_blocks: exactly so many blocks; overrides the two fields below.
@@ -38,7 +39,7 @@ class EngineConfig:
         max_model_len: tokens of one sequence at most; None is the model's own context.
         threads: of the CPU's operators; None is one per core that this process may use.
         seed: of the server, for requests that bring none; the engine itself draws nothing without a request's seed.
-        kv_cache_dtype: what keys and values are stored as: `auto` (the computation's dtype), `fp8` or `int8`.
+        kv_cache_dtype: what keys and values are stored as: `auto` (`dtype`), `fp8` or `int8`.
         attention_backend: `auto` or one of `ATTENTION_BACKENDS`.
         enforce_eager: on a GPU, launch every decode step anew instead of replaying CUDA graphs.
         quantization: of weights: `auto` keeps what the file holds, `none` widens it, `int8` and `int4` round at load.

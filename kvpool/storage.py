@@ -101,11 +101,11 @@ class KVStorage:
         self.write_rows(layer, self.rows_of(slot_mapping), k, v)
 
     def write_rows(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        """The same at rows that `rows_of` made. A quantized pool quantizes here, once."""
+        """The same at rows that `rows_of` made. What the pool holds in fewer bits is rounded here, once."""
         key_rows = rows + layer * self.layer_stride
         if self.scales is None:
-            self.token_rows.index_copy_(0, key_rows, k.flatten(1))
-            self.token_rows.index_copy_(0, key_rows + self.layout.block_size, v.flatten(1))
+            self.token_rows.index_copy_(0, key_rows, k.flatten(1).to(self.dtype))
+            self.token_rows.index_copy_(0, key_rows + self.layout.block_size, v.flatten(1).to(self.dtype))
         else:
             both = torch.cat((key_rows, key_rows + self.layout.block_size))
             codes, scales = quantize(torch.cat((k, v)), self.dtype)

@@ -64,7 +64,8 @@ class ServerConfig:
     device: str = flag("auto", "auto, cpu, cuda, cuda:N, mps, ... (auto)", metavar="NAME")
     dtype: str = flag(
         "auto",
-        "auto, bfloat16, float16 or float32; auto is the checkpoint's own where the hardware computes it well",
+        "of weights and KV cache (and of arithmetic, which is float32 on a CPU): auto, bfloat16, float16 or float32; "
+        "auto is float32 on a CPU, else the checkpoint's own where the hardware computes it well",
         choice("auto", "bfloat16", "float16", "float32", half="float16", float="float32"),
         metavar="NAME",
     )

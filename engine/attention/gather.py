@@ -44,7 +44,7 @@ class PlainGatherer:
         return (token_rows[:, None, :] * self._num_kv_heads + self._heads[:, None]).flatten()
 
     def fetch(self, layer: int, places: Tensor, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As `Gatherer` says; `dtype` is the pool's own."""
+        """As `Gatherer` says; in scratch only where `dtype` is the pool's own."""
         if len(places) > len(self._scratch[0]):
             self._scratch = [old.new_empty((len(places), old.shape[1])) for old in self._scratch]
         key_rows = places + layer * self._layer_stride
@@ -53,7 +53,7 @@ class PlainGatherer:
             for rows, scratch in zip((key_rows, key_rows + self._value_offset), self._scratch, strict=True)
         )
         shape = (num_rows, self._num_kv_heads, -1, self._head_rows.shape[1])
-        return keys.view(shape), values.view(shape)
+        return keys.view(shape).to(dtype), values.view(shape).to(dtype)
 
 
 class DequantizingGatherer:

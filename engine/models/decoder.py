@@ -18,9 +18,12 @@ __all__ = ["AttentionFn", "Decoder"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoder:
-    """A loaded model on one device, computing in one dtype; its weights may be stored in smaller forms.
+    """A loaded model on one device.
 
-    `weight_bytes` counts every stored parameter once, so a tied head adds nothing.
+    Attributes:
+        dtype: of keys and values, and of the computation; packed weights are computed with in float32 all the same.
+            Weights may be stored in smaller forms.
+        weight_bytes: counts every stored parameter once, so a tied head adds nothing.
     """
 
     spec: DecoderSpec
@@ -42,10 +45,10 @@ class Decoder:
             attend: see `AttentionFn`; called once per layer, in order.
 
         Returns:
-            `[T, hidden]` in the model's dtype.
+            `[T, hidden]` in the dtype of the computation.
         """
-        rotate = self.rope(positions, self.dtype)
         hidden = self.embedding(token_ids)
+        rotate = self.rope(positions, hidden.dtype)
         for index, layer in enumerate(self.layers):
             hidden = layer(index, hidden, rotate, attend)
         return self.norm(hidden)

@@ -64,11 +64,12 @@ def load_decoder(
 ) -> Decoder:
     """Load a model: allocate its weights on `device`, then read them in place, tensor by tensor.
 
-    In float32 on a CPU with native kernels the weights are packed (see `engine.models.packed`); elsewhere they are
-    plain tensors of `dtype`.
+    On a CPU with native kernels the weights are packed (see `engine.models.packed`) and everything is computed in
+    float32; elsewhere weights are plain tensors of `dtype`.
 
     Args:
-        dtype: what activations are computed in.
+        dtype: what float weights are rounded to, and the KV cache holds; without native kernels also what is computed
+            in. Packed weights that float32 holds without loss in fewer bits are kept in these.
         quantization: as `EngineConfig` describes it.
         progress: told the share of the weights that is in place, and before that whether kernels are being compiled.
         max_model_len: the longest sequence that will be served, in tokens; dynamic rotary scaling is fixed for it.
@@ -79,13 +80,13 @@ def load_decoder(
             that cannot be had here.
     """
     spec = read_spec(source)
-    packs = _packs(dtype, device, quantization, progress)
+    packs = _packs(device, quantization, progress)
     progress(_PHASE, 0.0)
     try:
         with _open_checkpoint(source, spec) as checkpoint:
             parameters: Parameters = DenseParameters(dtype, device)
             if packs:
-                parameters = PackedParameters(checkpoint, quantization, device)
+                parameters = PackedParameters(checkpoint, quantization, device, dtype)
             decoder = empty_decoder(spec, parameters, max_model_len or spec.default_context)
             assign(checkpoint, parameters.places, spec.tie_word_embeddings, lambda done: progress(_PHASE, done))
     except LoadError as error:
@@ -107,21 +108,21 @@ def weight_bytes_of(
     """
     spec, nowhere = read_spec(source), torch.device("meta")
     parameters: Parameters = DenseParameters(dtype, nowhere)
-    if _packs(dtype, device, quantization, progress):
+    if _packs(device, quantization, progress):
         with _open_checkpoint(source, spec) as checkpoint:
-            parameters = PackedParameters(checkpoint, quantization, nowhere)
+            parameters = PackedParameters(checkpoint, quantization, nowhere, dtype)
             return empty_decoder(spec, parameters, 1).weight_bytes
     return empty_decoder(spec, parameters, 1).weight_bytes
 
 
-def _packs(dtype: torch.dtype, device: torch.device, quantization: str, progress: Progress) -> bool:
+def _packs(device: torch.device, quantization: str, progress: Progress) -> bool:
     """Whether weights are packed for the native kernels."""
-    if device.type == "cpu" and dtype == torch.float32 and find_native(progress) is not None:
+    if device.type == "cpu" and find_native(progress) is not None:
         return True
     if quantization in QUANTIZED_BITS:
         raise LoadError(
-            f"quantization {quantization!r} needs the native CPU kernels and dtype float32; here it is {dtype} on "
-            f"{device}" + (", and there are no kernels" if device.type == "cpu" and dtype == torch.float32 else "")
+            f"quantization {quantization!r} needs the native CPU kernels; here it is {device}"
+            + (", and there are no kernels" if device.type == "cpu" else "")
         )
     return False
 

@@ -105,7 +105,7 @@ class NativeDecoder(Decoder):
 
     @classmethod
     def of(cls, decoder: Decoder) -> "NativeDecoder":
-        """The same model. Its linears must be packed ones, and it computes in float32 on the CPU."""
+        """The same model. Its linears must be packed ones; it is computed in float32 whatever its `dtype`."""
         fields = {name: getattr(decoder, name) for name in Decoder.__dataclass_fields__}
         return cls(**fields, program=_Program(decoder))
 

@@ -5,6 +5,8 @@
     none           widened to float32         the same
     int8, int4     rounded anew               rounded to 8 or 4 bits in groups of 32
 
+Where another dtype than float32 is asked for, float tensors and what is widened are rounded to it; vectors never are.
+
 Embedding and head keep 8 bits under int4: they are the most sensitive matrices. Products with quantized matrices round
 their inputs, too, and multiply integers: to 8 bits under int8, else to 16, where little is lost. All other arithmetic
 is float32.
@@ -65,12 +67,14 @@ class PackedPlace:
 class PackedParameters:
     """Packed matrices for the weights of `checkpoint`; `Parameters`. Their forms follow from what is stored there.
 
-    With `device` "meta" nothing is allocated and no weight is read, so bytes that only reading can save are counted.
+    `dtype` is what float tensors are rounded to; float32: not at all. With `device` "meta" nothing is allocated and no
+    weight is read, so bytes that only reading can save are counted.
     """
 
-    dtype = torch.float32
-
-    def __init__(self, checkpoint: Checkpoint, quantization: str, device: torch.device) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, quantization: str, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.dtype = dtype
         self._checkpoint = checkpoint
         self._stored = set(checkpoint.names())
         self._quantization = quantization
@@ -80,7 +84,7 @@ class PackedParameters:
 
     def vector(self, name: str, size: int) -> Tensor:
         """See `Parameters`."""
-        tensor = torch.empty(size, dtype=self.dtype, device=self.device)
+        tensor = torch.empty(size, dtype=torch.float32, device=self.device)
         self.places[name] = TensorPlace(tensor)
         self.nbytes += tensor.nbytes
         return tensor
@@ -133,7 +137,10 @@ class PackedParameters:
             return AffineForm(bits, GROUP_SIZE, scale_dtype, has_minimums=bits == 4, input_bits=input_bits)
         stored = self._checkpoint.form(name)
         if isinstance(stored, AffineForm):
-            return stored if self._quantization == "auto" and num_inputs % GROUP_SIZE == 0 else FLOAT32
+            keeps = self._quantization == "auto" and num_inputs % GROUP_SIZE == 0
+            return stored if keeps else DenseForm(self.dtype)
+        if self.dtype != torch.float32:
+            return DenseForm(self.dtype)
         if stored == FLOAT32 and self._holds(name, _is_bfloat16):
             return BFLOAT16
         return stored

@@ -20,7 +20,7 @@ class Parameters(Protocol):
     """Makes a model's parameters, uninitialised. Each method is called once per name.
 
     Attributes:
-        dtype, device: what the model computes in, and where.
+        dtype, device: what the model keeps keys and values in (and computes in, unless weights are packed), and where.
         places: canonical tensor name -> the place to fill, of everything made so far.
         nbytes: stored bytes of everything made so far.
     """

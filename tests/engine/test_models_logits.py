@@ -138,7 +138,7 @@ def test_half_precision_stays_near_float32(family: str, dtype: torch.dtype, tmp_
     folder = make_tiny_model(family, tmp_path, dtype=torch.bfloat16)
     exact, rounded = load(folder), load(folder, dtype)
     num_weights = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
-    assert rounded.weight_bytes == 2 * num_weights
+    assert rounded.weight_bytes == pytest.approx(2 * num_weights, rel=0.01)  # a kernel keeps vectors in float32
     logits = naive_logits(rounded, PROMPT)
     assert logits.dtype == torch.float32
     error = (logits - naive_logits(exact, PROMPT)).norm() / logits.norm()

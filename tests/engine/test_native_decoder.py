@@ -41,8 +41,8 @@ BLOCK_SIZE = 4
 PROMPT = [(7 * index * index + 3) % 288 for index in range(90)]
 
 
-def load(path: Path, quantization: str = "auto") -> NativeDecoder:
-    decoder = load_decoder(resolve_model(str(path)), torch.float32, CPU, no_progress, None, quantization)
+def load(path: Path, quantization: str = "auto", dtype: torch.dtype = torch.float32) -> NativeDecoder:
+    decoder = load_decoder(resolve_model(str(path)), dtype, CPU, no_progress, None, quantization)
     assert isinstance(decoder, NativeDecoder)
     return decoder
 
@@ -66,8 +66,8 @@ class Sequences:
         spec = decoder.spec
         self._decoder = decoder
         self._per_sequence = blocks_for(max_len, BLOCK_SIZE)
-        layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, 4)
-        storage = KVStorage(layout, num_sequences * self._per_sequence, torch.float32, CPU)
+        layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, decoder.dtype.itemsize)
+        storage = KVStorage(layout, num_sequences * self._per_sequence, decoder.dtype, CPU)
         storage.data.zero_()
         self._attention = NativeCPUAttention(
             storage, AttentionShape(spec.num_heads, spec.head_dim**-0.5, spec.sliding_window)
@@ -142,12 +142,36 @@ def test_packed_logits_equal_dense_ones(variant: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("form", ["float32", "bfloat16", "Q8_0", "Q4_1", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_kept_in_sixteen_bits_and_computed_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A file in that type loses nothing, another is rounded; keys and values are, by the kernels and by torch alike."""
+    stored_wide, stored_so = (
+        make_tiny_model("qwen3", tmp_path / name, dtype=stored)
+        for name, stored in {"wide": torch.float32, "so": dtype}.items()
+    )
+    assert torch.equal(naive_logits(load(stored_so, dtype=dtype), PROMPT), naive_logits(load(stored_so), PROMPT))
+    decoder, exact = load(stored_wide, dtype=dtype), load(stored_wide)
+    assert decoder.dtype == dtype
+    assert decoder.weight_bytes < 0.52 * exact.weight_bytes
+    difference = naive_logits(decoder, PROMPT) - naive_logits(exact, PROMPT)
+    assert 1e-5 < difference.norm() / naive_logits(exact, PROMPT).norm() < 0.02
+    fast, slow = Sequences(decoder, 2), Sequences(decoder, 2)
+    for rows in ([(0, PROMPT[:70])], [(0, [5]), (1, PROMPT[:33])], [(1, [9]), (0, [8])]):
+        for got, want in zip(fast.step(*rows), slow.step(*rows, python=True), strict=True):
+            assert got.dtype == torch.float32
+            torch.testing.assert_close(got, want, atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "form", ["float32", "bfloat16", "Q8_0", "Q4_1", "int8", "int4", "kept bfloat16", "kept float16"]
+)
 def test_a_token_is_the_same_bits_in_any_company(form: str, tmp_path: Path) -> None:
     """Alone or among 31 others, its prompt whole or in chunks, on one thread or several."""
     folder = make_tiny_model("llama", tmp_path, dtype=torch.bfloat16 if form == "bfloat16" else torch.float32)
     if form.startswith("Q"):
         decoder = load(write_gguf(folder, tmp_path / "m.gguf", qtype=Quant[form]))
+    elif form.startswith("kept"):
+        decoder = load(folder, dtype=getattr(torch, form.split()[1]))
     else:
         decoder = load(folder, form if form.startswith("int") else "auto")
     alone = Sequences(decoder, 1).generate(0, PROMPT, chunk=90, steps=20)
