@@ -22,8 +22,14 @@ import torch
 from engine.config import Progress, no_progress
 
 _SOURCES = Path(__file__).parent / "csrc"
-_LEVEL_FLAGS = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",), "DEFAULT": ()}
-"""torch's name of the widest instruction set it found here -> compiler flags."""
+_LEVEL_FLAGS = {
+    "AVX512 VNNI": ("-march=x86-64-v4", "-mavx512vnni"),
+    "AVX512": ("-march=x86-64-v4",),
+    "AVX2": ("-march=x86-64-v3",),
+    "DEFAULT": (),
+}
+"""Name of an instruction set -> compiler flags."""
+_CPU_INFO = Path("/proc/cpuinfo")
 _FLAGS = (
     *("-std=c++17", "-O2", "-fvect-cost-model=dynamic", "-fopenmp", "-fPIC"),
     *("-fno-math-errno", "-fno-trapping-math"),
@@ -54,7 +60,7 @@ def build_native(progress: Progress = no_progress) -> Path:
     """The library of the kernels, compiled if it is not there. Raises as `load_native`."""
     if os.environ.get("QUIRE_NATIVE") == "0":
         raise NativeUnavailable("switched off by QUIRE_NATIVE=0")
-    flags = (*_FLAGS, *_LEVEL_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()), *_extra_flags())
+    flags = (*_FLAGS, *_LEVEL_FLAGS.get(_level(), ()), *_extra_flags())
     library = _library_path(flags)
     if not library.exists():
         progress(_PHASE, 0.0)
@@ -62,6 +68,14 @@ def build_native(progress: Progress = no_progress) -> Path:
             raise NativeUnavailable(problem)
         progress(_PHASE, 1.0)
     return library
+
+
+def _level() -> str:
+    """The widest instruction set that torch found here, with integer products or without, which torch leaves open."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX512" and _CPU_INFO.exists() and "avx512_vnni" in _CPU_INFO.read_text().split():
+        return "AVX512 VNNI"
+    return capability
 
 
 def find_native(progress: Progress = no_progress) -> ctypes.CDLL | None:

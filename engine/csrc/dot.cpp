@@ -11,11 +11,11 @@
 
 namespace quire {
 
-constexpr int kSlice = 256;                        // columns of a slice: 8 KiB of pairs
+constexpr int kSlice = 256;  // columns of a slice: 8 KiB of pairs
 constexpr int kMinGroup = 16;
-constexpr int kBlockRows = kVectors == 1 ? 8 : 4;  // rows of x in a register block over a slice
-constexpr int kTileRows = 4;                       // the same where words are taken apart in registers
-constexpr int kRanges = 8;                         // of numbers of rows: 1, 2, 3-4, 5-8, ... 33-64, more
+constexpr int kTileRows = kLanes >= 8 ? 4 : 2;             // rows of x where words are taken apart in registers
+constexpr int kBlockRows = kLanes == 16 ? 8 : kTileRows;  // the same in a register block over a slice
+constexpr int kRanges = 8;                                 // of numbers of rows: 1, 2, 3-4, 5-8, ... 33-64, more
 
 // What a format is: columns of a line, steps that a line is taken apart into, and the words of one step, which meet one
 // word of x.
@@ -135,7 +135,7 @@ static void direct_rows(const Matrix& m, const Product& p, int64_t panel, int64_
     switch (end - row) {
       case 1: few_rows_of_panel<F, 1>(m, p, row, panel); break;
       case 2: few_rows_of_panel<F, 2>(m, p, row, panel); break;
-      case 3: few_rows_of_panel<F, 3>(m, p, row, panel); break;
+      case 3: few_rows_of_panel<F, std::min(3, kTileRows)>(m, p, row, panel); break;
       default: few_rows_of_panel<F, kTileRows>(m, p, row, panel);
     }
   }
@@ -231,7 +231,7 @@ template <int R>
 
 template <int F, int R>
 static void block_rows(const Block& b, const Slice& slice) {
-  vint sums[kSlice / kMinGroup * R * kVectors];
+  alignas(64) vint sums[kSlice / kMinGroup * R * kVectors];
   sum_groups<F, R>(b, slice.words, sums);
   add_groups<R>(b, slice, sums);
 }
@@ -241,8 +241,8 @@ static void block_of(int64_t rows, const Block& b, const Slice& slice) {
   switch (rows) {
     case 1: return block_rows<F, 1>(b, slice);
     case 2: return block_rows<F, 2>(b, slice);
-    case 3: return block_rows<F, 3>(b, slice);
-    case 4: return block_rows<F, 4>(b, slice);
+    case 3: return block_rows<F, std::min(3, kBlockRows)>(b, slice);
+    case 4: return block_rows<F, std::min(4, kBlockRows)>(b, slice);
     case 5: return block_rows<F, std::min(5, kBlockRows)>(b, slice);
     case 6: return block_rows<F, std::min(6, kBlockRows)>(b, slice);
     case 7: return block_rows<F, std::min(7, kBlockRows)>(b, slice);
@@ -256,8 +256,9 @@ static void sliced_rows(const Matrix& m, const Product& p, int64_t panel, int64_
   const Rounded x = rounded(m, p);
   const int padded = m.padded_in(), word_columns = padded / static_cast<int>(x.stride);
   const int64_t tiles = (rows + kBlockRows - 1) / kBlockRows;
-  vfloat acc[kHalves][kRowBlock * kVectors];
-  for (auto& half : acc) std::fill_n(half, rows * kVectors, vfloat{});
+  alignas(64) vfloat acc[kHalves][kRowBlock * kVectors];
+  for (auto& half : acc)
+    for (int64_t i = 0; i < rows * kVectors; ++i) half[i] = vfloat{};
   Slice slice;
   for (int k = 0; k < padded; k += kSlice)
     for (int h = 0; h < kHalves; ++h) {
