@@ -10,7 +10,6 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -54,20 +53,36 @@ class StepInputs:
 class Columns(NamedTuple):
     """A step's rows `[R]` as columns, in the batch's order, and their tokens `[T]`, ragged, in that order as well."""
 
-    slots: IntArray
+    slots: tuple[int, ...]
     starts: IntArray
-    counts: IntArray
+    token_lists: tuple[tuple[int, ...], ...]
     token_ids: IntArray
-    samples: npt.NDArray[np.bool_]
+    block_offsets: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]
+    samples: tuple[bool, ...]
     prompt_targets: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "Columns":
         """Of at least one row."""
-        slots, starts, token_ids, _, _, samples, _, targets = zip(*rows, strict=True)
-        counts = _ints(tuple(map(len, token_ids)))
-        tokens = np.fromiter(chain.from_iterable(token_ids), dtype=np.int64)
-        return cls(_ints(slots), _ints(starts), counts, tokens, np.fromiter(samples, dtype=np.bool_), targets)
+        slots, starts, token_lists, offsets, block_ids, samples, _, targets = zip(*rows, strict=True)
+        token_ids = np.fromiter(chain.from_iterable(token_lists), dtype=np.int64)
+        return cls(slots, _ints(starts), token_lists, token_ids, offsets, block_ids, samples, targets)
+
+    @property
+    def counts(self) -> IntArray:
+        """`[R]` tokens of each row."""
+        return np.fromiter(map(len, self.token_lists), dtype=np.int64, count=len(self.token_lists))
+
+    @property
+    def is_single(self) -> bool:
+        """Whether each row is one token."""
+        return len(self.token_ids) == len(self.slots)
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether each row is one token, after which it samples, and nothing else."""
+        return self.is_single and all(self.samples) and not any(self.prompt_targets)
 
 
 class Layout(NamedTuple):
@@ -91,19 +106,20 @@ class Layout(NamedTuple):
 
 def lay_out(rows: Columns) -> Layout:
     """Rows of any length: single tokens first, the shortest context first."""
-    order = np.lexsort((rows.starts, rows.counts > 1))
-    counts, num_tokens = rows.counts[order], len(rows.token_ids)
+    unordered = rows.counts
+    order = np.lexsort((rows.starts, unordered > 1))
+    counts, num_tokens = unordered[order], len(rows.token_ids)
     query_starts = np.concatenate(([0], np.cumsum(counts)))
     last_of = np.empty_like(order)
     last_of[order] = query_starts[1:] - 1
-    first_sources = (np.cumsum(rows.counts) - rows.counts)[order]
+    first_sources = (np.cumsum(unordered) - unordered)[order]
     count_up = np.arange(num_tokens)
     return Layout(
         order=order,
         query_starts=query_starts,
         last_of=last_of,
         sources=count_up + np.repeat(first_sources - query_starts[:-1], counts),
-        owners=np.repeat(rows.slots[order], counts),
+        owners=np.repeat(_ints(rows.slots)[order], counts),
         positions=count_up + np.repeat(rows.starts[order] - query_starts[:-1], counts),
     )
 
@@ -114,7 +130,29 @@ def lay_out_singles(rows: Columns) -> Layout:
     query_starts = np.arange(len(order) + 1)
     last_of = np.empty_like(order)
     last_of[order] = query_starts[:-1]
-    return Layout(order, query_starts, last_of, order, rows.slots[order], rows.starts[order])
+    return Layout(order, query_starts, last_of, order, _ints(rows.slots)[order], rows.starts[order])
+
+
+class Course(NamedTuple):
+    """A step's layout with what follows from it, made to be taken on where the next step only decodes the same rows.
+
+    Attributes:
+        ends: `[R]` tokens of each row including this step's, in the batch's order.
+        longest: the most of these.
+        tables: as in `AttentionInputs`.
+        sample_rows, sample_slots, sample_hidden: as in `StepInputs`.
+        can_go_on: whether every row decodes.
+    """
+
+    slots: tuple[int, ...]
+    layout: Layout
+    ends: IntArray
+    longest: int
+    tables: Tensor
+    sample_rows: IntArray
+    sample_slots: IntArray
+    sample_hidden: Tensor | None
+    can_go_on: bool
 
 
 class InputBuilder:
@@ -131,6 +169,7 @@ class InputBuilder:
         self._device = device
         self._max_num_tokens = max_num_tokens
         self._max_model_len = max_model_len
+        self._course: Course | None = None
         self._tables = np.zeros((max_num_seqs, blocks_for(max_model_len, block_size)), dtype=np.int64)
 
     def build(self, batch: Batch) -> StepInputs:
@@ -142,49 +181,82 @@ class InputBuilder:
         if not batch.rows:
             raise ValueError(f"step {batch.step} has no rows")
         rows = Columns.of(batch.rows)
-        ends = rows.starts + rows.counts
-        longest = int(ends.max())
-        if self._is_too_large(rows, longest):
-            raise ValueError(self._what_is_too_large(batch))
-        self._update_tables(batch.rows)
-        is_single = len(rows.token_ids) == len(ends)
-        layout = lay_out_singles(rows) if is_single else lay_out(rows)
+        course = self._course = self._taken_on(rows) or self._begun(rows, batch)
+        layout = course.layout
         tokens, has_pending = self._tokens(rows, layout)
-        sample_rows = np.flatnonzero(rows.samples)
-        tables = self._tables[rows.slots[layout.order], : blocks_for(longest, self._block_size)]
         return StepInputs(
             token_ids=tokens[0],
             positions=tokens[1],
             attention=AttentionInputs(
                 query_starts=layout.query_starts,
-                context_lens=ends[layout.order],
-                num_decode_rows=len(ends) if is_single else int((rows.counts == 1).sum()),
-                block_tables=self._to_device(tables),
+                context_lens=course.ends[layout.order],
+                num_decode_rows=len(rows.slots) if rows.is_single else int((rows.counts == 1).sum()),
+                block_tables=course.tables,
                 slot_mapping=tokens[2],
             ),
-            sample_rows=sample_rows,
-            sample_slots=rows.slots[sample_rows],
-            sample_hidden=self._selection(layout.last_of[sample_rows], len(rows.token_ids)),
+            sample_rows=course.sample_rows,
+            sample_slots=course.sample_slots,
+            sample_hidden=course.sample_hidden,
             prompt_scores=_prompt_scores(rows, layout),
             has_pending=has_pending,
         )
 
-    def _update_tables(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            if row.block_ids:
-                self._tables[row.slot, row.block_offset : row.block_offset + len(row.block_ids)] = row.block_ids
+    def _taken_on(self, rows: Columns) -> Course | None:
+        """The course of the step before, one token on, where nothing but that has happened since; else None."""
+        last = self._course
+        if last is None or not last.can_go_on or last.longest == self._max_model_len or rows.slots != last.slots:
+            return None
+        if not rows.only_decodes or (rows.starts != last.ends).any():
+            return None
+        longest, tables = last.longest + 1, last.tables
+        if any(rows.block_ids) or longest > tables.shape[1] * self._block_size:
+            self._update_tables(rows)
+            tables = self._tables_of(last.layout.owners, longest)
+        layout = last.layout._replace(positions=last.layout.positions + 1)
+        return last._replace(layout=layout, ends=last.ends + 1, longest=longest, tables=tables)
+
+    def _begun(self, rows: Columns, batch: Batch) -> Course:
+        """A course from the rows alone. Raises as `build` does."""
+        ends = rows.starts + rows.counts
+        longest = int(ends.max())
+        self._check(rows, longest, batch)
+        self._update_tables(rows)
+        layout = lay_out_singles(rows) if rows.is_single else lay_out(rows)
+        slots, sample_rows = _ints(rows.slots), np.flatnonzero(rows.samples)
+        return Course(
+            slots=rows.slots,
+            layout=layout,
+            ends=ends,
+            longest=longest,
+            tables=self._tables_of(slots[layout.order], longest),
+            sample_rows=sample_rows,
+            sample_slots=slots[sample_rows],
+            sample_hidden=self._selection(layout.last_of[sample_rows], len(rows.token_ids)),
+            can_go_on=rows.only_decodes,
+        )
+
+    def _update_tables(self, rows: Columns) -> None:
+        for slot, offset, block_ids in zip(rows.slots, rows.block_offsets, rows.block_ids, strict=True):
+            if block_ids:
+                self._tables[slot, offset : offset + len(block_ids)] = block_ids
+
+    def _tables_of(self, slots: IntArray, longest: int) -> Tensor:
+        """The block tables of these slots, as wide as the longest context needs, on the device."""
+        return self._to_device(self._tables[slots, : blocks_for(longest, self._block_size)])
 
     def _tokens(self, rows: Columns, layout: Layout) -> tuple[Sequence[Tensor], bool]:
         """Token ids, positions and pool slots of all tokens, `[T]` each on the device; whether any id is pending."""
         owners, positions = layout.owners, layout.positions
-        token_ids = rows.token_ids[layout.sources]
-        pending = token_ids < 0
-        has_pending = bool(pending.any())
+        laid_out = np.empty((3, len(positions)), dtype=np.int64)
+        token_ids, laid_out[1], pool_slots = laid_out[0], positions, laid_out[2]
+        np.take(rows.token_ids, layout.sources, out=token_ids)
+        has_pending = bool(token_ids.min() < 0)
         if has_pending:
-            token_ids[pending] = -1 - owners[pending]
+            np.copyto(token_ids, -1 - owners, where=token_ids < 0)
         index, offset = np.divmod(positions, self._block_size)
-        pool_slots = self._tables[owners, index] * self._block_size + offset
-        return self._to_device(np.stack((token_ids, positions, pool_slots))).unbind(), has_pending
+        np.multiply(self._tables[owners, index], self._block_size, out=pool_slots)
+        pool_slots += offset
+        return self._to_device(laid_out).unbind(), has_pending
 
     def _selection(self, hidden_rows: IntArray, num_tokens: int) -> Tensor | None:
         """See `StepInputs.sample_hidden`."""
@@ -192,17 +264,16 @@ class InputBuilder:
             return None
         return self._to_device(hidden_rows)
 
-    def _is_too_large(self, rows: Columns, longest: int) -> bool:
-        has_strange_slot = rows.slots.min() < 0 or rows.slots.max() >= len(self._tables)
-        return has_strange_slot or longest > self._max_model_len or len(rows.token_ids) > self._max_num_tokens
-
-    def _what_is_too_large(self, batch: Batch) -> str:
-        if batch.num_tokens > self._max_num_tokens:
-            return f"step {batch.step} has {batch.num_tokens} tokens, at most {self._max_num_tokens} fit"
+    def _check(self, rows: Columns, longest: int, batch: Batch) -> None:
+        num_tokens, num_slots = len(rows.token_ids), len(self._tables)
+        if num_tokens > self._max_num_tokens:
+            raise ValueError(f"step {batch.step} has {num_tokens} tokens, at most {self._max_num_tokens} fit")
+        if min(rows.slots) >= 0 and max(rows.slots) < num_slots and longest <= self._max_model_len:
+            return
         row = next(r for r in batch.rows if not self._has_place_for(r))
-        return (
+        raise ValueError(
             f"step {batch.step}: slot {row.slot} at {row.start} + {len(row.token_ids)} tokens is outside "
-            f"{len(self._tables)} slots of {self._max_model_len} tokens"
+            f"{num_slots} slots of {self._max_model_len} tokens"
         )
 
     def _has_place_for(self, row: Row) -> bool:

@@ -26,7 +26,7 @@ from engine.sampling.params import SamplingParams
 from engine.sampling.penalties import LogitBias, Penalties
 from engine.sampling.pipeline import Outcome, Pipeline, highest
 from engine.sampling.race import Race
-from engine.sampling.state import Ints, SlotTable, ints_on
+from engine.sampling.state import Ints, SlotTable, ints_on, put
 
 _REASONS = {
     Outcome.BROKEN: "the model computed logits that are not finite numbers",
@@ -140,7 +140,7 @@ class Sampler:
         raw = None if index is None else logits[index]  # a copy, before the steps edit them
         chosen = self._pipeline.choose(logits, rows) if traits & (EDITED | DRAWN) else highest(logits)
         described = None if raw is None else self._describe(raw, chosen[0][index], rows[reported])
-        self._last.index_copy_(0, ints_on(logits.device, rows), chosen[0])
+        put(self._last, rows, chosen[0])
         self._table.num_outputs[rows] += 1
         return Drawn(rows, traits, chosen, reported, described)
 

@@ -39,6 +39,14 @@ def ints_on(device: torch.device, values: Ints) -> Tensor:
     return upload(torch.from_numpy(values), device)
 
 
+def put(target: Tensor, index: Ints, values: Tensor) -> None:
+    """`target[index] = values` on their device; on a CPU without the cost of torch's dispatch."""
+    if target.device.type == "cpu":
+        target.numpy()[index] = values.numpy()
+    else:
+        target.index_copy_(0, ints_on(target.device, index), values)
+
+
 def id_array(token_ids: Iterable[int]) -> Ints:
     """Token ids as an array [n]."""
     return np.fromiter(token_ids, dtype=np.int64)

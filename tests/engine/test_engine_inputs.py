@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import PENDING, Batch, Row
-from engine.inputs import Columns, InputBuilder, lay_out, lay_out_singles
+from engine.inputs import Columns, InputBuilder, StepInputs, lay_out, lay_out_singles
 from kvpool.table import blocks_for
 
 CPU = torch.device("cpu")
@@ -86,6 +86,54 @@ def test_rows_of_one_token_are_laid_out_as_any_others(rows: list[tuple[int, int]
     columns = Columns.of([Row(slot, start, (start % 7,), 0, (), True) for slot, start in rows])
     for short, general in zip(lay_out_singles(columns), lay_out(columns), strict=True):
         assert short.tolist() == general.tolist()
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[Batch]:
+    """Steps in which rows decode on, blocks of 4 come as they are needed or before, and sometimes something changes."""
+    starts = dict(draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), min_size=1, unique_by=lambda p: p[0])))
+    known = dict.fromkeys(starts, 0)
+    steps = []
+    for step in range(draw(st.integers(2, 12))):
+        leaving = draw(st.sampled_from([None, None, None, *starts]))
+        rows = []
+        for slot in [slot for slot in starts if slot != leaving or len(starts) == 1]:
+            num_tokens = draw(st.sampled_from([1] * 9 + [3]))
+            num_blocks = max(
+                known[slot], blocks_for(starts[slot] + num_tokens, 4) + draw(st.sampled_from([0, 0, 0, 1]))
+            )
+            block_ids = tuple(100 * slot + index for index in range(known[slot], num_blocks))
+            token_ids = (draw(st.sampled_from([PENDING, 7, 8])), *[9] * (num_tokens - 1))
+            sample, targets = draw(st.sampled_from([(True, ())] * 9 + [(False, ()), (True, (5,))]))
+            rows.append(Row(slot, starts[slot], token_ids, known[slot], block_ids, sample, prompt_targets=targets))
+            known[slot], starts[slot] = num_blocks, starts[slot] + num_tokens
+        steps.append(Batch(step, (), (), tuple(rows)))
+    return steps
+
+
+def told(inputs: StepInputs) -> list[object]:
+    attention, hidden = inputs.attention, inputs.sample_hidden
+    tensors = (inputs.token_ids, inputs.positions, attention.block_tables, attention.slot_mapping)
+    arrays = (attention.query_starts, attention.context_lens, inputs.sample_rows, inputs.sample_slots)
+    rest = (attention.num_decode_rows, None if hidden is None else hidden.tolist(), inputs.prompt_scores)
+    return [*(each.tolist() for each in (*tensors, *arrays)), *rest, inputs.has_pending]
+
+
+@settings(deadline=None)
+@given(runs())
+def test_a_step_taken_on_from_the_one_before_is_laid_out_as_from_its_rows_alone(steps: list[Batch]) -> None:
+    taken_on, anew = (InputBuilder(MAX_SEQS, MAX_TOKENS, MAX_LEN, 4, CPU) for _ in range(2))
+    for batch in steps:
+        anew._course = None
+        assert told(taken_on.build(batch)) == told(anew.build(batch))
+
+
+def test_a_course_ends_with_the_context() -> None:
+    builder = InputBuilder(MAX_SEQS, MAX_TOKENS, MAX_LEN, 4, CPU)
+    for start in range(MAX_LEN - 2, MAX_LEN):
+        builder.build(Batch(start, (), (), (Row(0, start, (5,), 0, tuple(range(13)), True),)))
+    with pytest.raises(ValueError, match=r"50 \+ 1"):
+        builder.build(Batch(99, (), (), (Row(0, MAX_LEN, (5,), 13, (), True),)))
 
 
 def test_a_pending_token_names_its_slot() -> None:

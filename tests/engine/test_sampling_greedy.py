@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.batch import SlotStart
 from engine.sampling.params import SamplingParams
-from engine.sampling.pipeline import first_highest
+from engine.sampling.pipeline import first_highest, highest_on_device, highest_on_host
 from engine.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -39,3 +39,10 @@ def test_the_highest_logit_is_the_one_that_torch_finds(rows: list[list[float]]) 
     expected = torch.tensor(rows).max(-1)
     assert columns.tolist() == expected.indices.tolist()
     assert torch.equal(peaks.nan_to_num(nan=7.0), expected.values.nan_to_num(nan=7.0))
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(NUMBERS, min_size=5, max_size=5), min_size=1, max_size=4))
+def test_host_and_device_choose_alike(rows: list[list[float]]) -> None:
+    logits = torch.tensor(rows)
+    assert torch.equal(highest_on_host(logits), highest_on_device(logits))
