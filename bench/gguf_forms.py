@@ -32,11 +32,14 @@ _FROM_READER = ("GGUF.version", "GGUF.tensor_count", "GGUF.kv_count", "general.a
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "lm_head": "output",
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -67,15 +70,16 @@ def convert_folder(source: Path, tokenizer_source: Path, target: Path, form: str
     config = json.loads((source / "config.json").read_text())
     writer = gguf.GGUFWriter(target, config["model_type"])
     writer.add_file_type(_FILE_TYPES[form])
-    _add_sizes(writer, config)
+    add_sizes(writer, config, config["rope_theta"])
     _add_tokenizer(writer, read_gguf_header(tokenizer_source).metadata, config["vocab_size"])
     with safe_open(source / "model.safetensors", "pt") as file:
         names = list(file.keys())
-        tensors = ((_gguf_name(name), file.get_tensor(name).float().numpy()) for name in names)
+        tensors = ((gguf_name(name), file.get_tensor(name).float().numpy()) for name in names)
         _write(writer, tensors, len(names), form)
 
 
-def _add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+def add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any], rope_theta: float) -> None:
+    """What every model's metadata holds, from the names that a folder's `config.json` has for it."""
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -83,7 +87,7 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_freq_base(rope_theta)
     writer.add_vocab_size(config["vocab_size"])
 
 
@@ -100,7 +104,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, metadata: Mapping[str, Any], vocab_s
     writer.add_chat_template(metadata["tokenizer.chat_template"])
 
 
-def _gguf_name(name: str) -> str:
+def gguf_name(name: str) -> str:
+    """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`."""
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.layers."):
         _, _, layer, part = stem.split(".", 3)
@@ -117,6 +122,11 @@ def _write(writer: gguf.GGUFWriter, tensors: Iterator[tuple[str, Values]], num: 
             writer.add_tensor(name, values.astype(np.float16))
         else:
             writer.add_tensor(name, quantize(values, qtype), raw_dtype=qtype)
+    finish(writer)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write the file and close it."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

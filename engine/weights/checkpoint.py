@@ -145,9 +145,7 @@ def _from_folder(path: Path) -> ModelSource:
     name = path.resolve().name
     if (path / "config.json").is_file():
         return ModelSource(path, "safetensors", name)
-    gguf = [
-        file for file in sorted(path.glob("*.gguf")) if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", file.name)
-    ]
+    gguf = [file for file in sorted(path.glob("*.gguf")) if not _LATER_PART.search(file.name)]
     if len(gguf) == 1:
         return ModelSource(gguf[0], "gguf", name)
     found = f"{len(gguf)} models in .gguf files: name one of them" if gguf else "no .gguf file"

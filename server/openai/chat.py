@@ -20,9 +20,8 @@ from server.openai.translate import (
     Prompt,
     Target,
     build_plan,
-    check_model,
     logprob_style,
-    take_note,
+    notes_on,
     text_options,
 )
 from server.openai.turns import with_replies
@@ -42,10 +41,8 @@ async def plan_chat(body: ChatRequest, arrival: Arrival, target: Target) -> Plan
         ApiError, ParamError, TemplateError, GrammarError: the request can't be served as asked.
     """
     served, config = target.served, target.config
-    check_model(body.model, served)
+    notes = notes_on(body, target)
     check_template_allowed(body, trusted=config.trust_request_chat_template)
-    notes = Notes(strict=config.strict_params)
-    take_note(body, served, config, notes)
     if body.prediction is not None:
         notes.ignored("prediction", body.prediction, "this server does not speculate on predicted text")
     num_top = _num_top(body)

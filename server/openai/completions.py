@@ -10,7 +10,6 @@ from server.errors import bad_request
 from server.openai.chat import THREAD_CHARACTERS
 from server.openai.explain import explain_style
 from server.openai.logprobs import completion_logprobs, prompt_logprobs
-from server.openai.notes import Notes
 from server.openai.plan import OutputPlan, Plan
 from server.openai.schema.requests import CompletionRequest, PromptItem
 from server.openai.settings import Setting
@@ -21,9 +20,8 @@ from server.openai.translate import (
     Prompt,
     Target,
     build_plan,
-    check_model,
     logprob_style,
-    take_note,
+    notes_on,
     text_options,
 )
 from server.openai.turns import with_replies
@@ -41,9 +39,7 @@ async def plan_completion(body: CompletionRequest, arrival: Arrival, target: Tar
         ApiError, ParamError, GrammarError: the request can't be served as asked.
     """
     served, config = target.served, target.config
-    check_model(body.model, served)
-    notes = Notes(strict=config.strict_params)
-    take_note(body, served, config, notes)
+    notes = notes_on(body, target)
     if body.suffix:
         raise bad_request("suffix needs a model with fill-in-the-middle tokens, which this one lacks.", "suffix")
     num_choices, num_drawn = _numbers(body)

@@ -105,8 +105,14 @@ def model_not_found(name: str) -> ApiError:
     return ApiError(404, f"The model {name!r} does not exist on this server.", "model", "model_not_found")
 
 
-def take_note(body: CommonFields, served: Served, config: ServerConfig, notes: Notes) -> None:
-    """Report the fields that have no effect here."""
+def notes_on(body: CommonFields, target: Target) -> Notes:
+    """What of a body has no effect here.
+
+    Raises:
+        ApiError: 404 for a model that is not served, 400 for such fields where they are refused.
+    """
+    check_model(body.model, target.served)
+    config, notes = target.config, Notes(strict=target.config.strict_params)
     notes.unknown(dict(body.unknown_fields()))
     for name in ("user", "safety_identifier"):
         if getattr(body, name) is not None:
@@ -121,6 +127,7 @@ def take_note(body: CommonFields, served: Served, config: ServerConfig, notes: N
         notes.ignored("prompt_cache_key", body.prompt_cache_key, "this server pins no prefixes")
     if body.priority and config.scheduling_policy != "priority":
         notes.ignored("priority", body.priority, "this server runs requests in order of arrival")
+    return notes
 
 
 def text_options(body: CommonFields, *, show_special_tokens: bool = False) -> TextOptions:

@@ -10,22 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as QType
 from safetensors.torch import load_file
 
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+from bench.gguf_forms import add_sizes, finish, gguf_name
 
 
 def write_gguf(
@@ -54,29 +39,18 @@ def write_gguf(
         values = tensor.float().numpy()
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             values = _permute(values, config["head_dim"])
-        own_name = _gguf_name(name)
+        own_name = gguf_name(name)
         _add_tensor(writer, own_name, values, qtype if isinstance(qtype, QType) else qtype(own_name))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
 def _add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    add_sizes(writer, config, config["rope_parameters"]["rope_theta"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_rope_dimension_count(head_dim)
-    writer.add_vocab_size(config["vocab_size"])
     if config.get("sliding_window") and config.get("use_sliding_window", True):
         writer.add_sliding_window(config["sliding_window"])
 
@@ -107,14 +81,6 @@ def _second(pair: tuple[str, int]) -> int:
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     adders = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
     adders[type(value)](key, value)
-
-
-def _gguf_name(name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    if module in _NAMES:
-        return f"{_NAMES[module]}.{kind}"
-    _, _, layer, part = module.split(".", 3)
-    return f"blk.{layer}.{_NAMES[part]}.{kind}"
 
 
 def _permute(values: np.ndarray, head_dim: int) -> np.ndarray:
