@@ -147,7 +147,7 @@ class Engine:
     def step_sync(self, batch: Batch) -> StepOutput:
         """The same in the caller's thread; never beside another step. Raises as `step` does."""
         begun = self._begin(batch)
-        return self._finish(begun, self._wait(begun))
+        return self._finish(begun, self._wait(begun) if self._runner.is_late else begun.began_s)
 
     def _begin(self, batch: Batch) -> _Begun:
         if self._dead is not None:

@@ -120,7 +120,6 @@ class Runner:
         self._open.append(launched)
         return launched
 
-    @torch.inference_mode()
     def finish(self, launched: Launched) -> tuple[RowOutput, ...]:
         """Wait for a step, and for those before it: one output per row. A slot whose start was refused fails alone.
 

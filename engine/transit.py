@@ -15,11 +15,13 @@ from torch import Tensor
 
 
 def upload(host: Tensor, device: torch.device) -> Tensor:
-    """`host`, which may be changed afterwards, as a tensor on the device.
+    """`host` as a tensor on the device: on a CPU itself, so nobody may change it afterwards.
 
     On CUDA the pinned copy belongs to torch's pool of host memory, which gives it out again only when the device has
     read it. Without one the device's whole queue of work would be waited for.
     """
+    if device.type == "cpu":
+        return host
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
