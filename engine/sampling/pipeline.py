@@ -25,8 +25,7 @@ from engine.sampling.draw import Cut, truncate_and_draw
 from engine.sampling.masks import TokenMasks
 from engine.sampling.penalties import LogitBias, Penalties
 from engine.sampling.race import Race
-from engine.sampling.rng import Keys, race_keys
-from engine.sampling.state import Ints, SlotTable, Steps, floats_on, ints_on, on_rows
+from engine.sampling.state import EDITS, Ints, SlotTable, Steps, floats_on, ints_on, on_rows
 
 MIN_TEMPERATURE = 1e-20
 """Lower temperatures count as this one: it already leaves nothing but the highest logit, and logits up to 1e18 divided
@@ -41,6 +40,21 @@ class Outcome(IntEnum):
     OK = 0
     BROKEN = 1  # the model's logits are NaN, infinite or all -inf
     EMPTY = 2  # no token is left to choose from
+
+
+def chosen_of(tokens: Tensor, peaks: Tensor, raw_peaks: Tensor) -> Tensor:
+    """What `Pipeline.choose` returns, from each row's token and its highest logit after and before all steps: [n] each.
+
+    On a CPU numpy puts it together: its calls cost less than torch's.
+    """
+    if tokens.device.type != "cpu":
+        outcome = torch.where(peaks.isfinite(), Outcome.OK, Outcome.EMPTY)
+        return torch.stack((tokens, torch.where(raw_peaks.isfinite(), outcome, Outcome.BROKEN)))
+    chosen = np.empty((2, len(tokens)), dtype=np.int64)
+    chosen[0] = tokens.numpy()
+    chosen[1] = np.where(np.isfinite(peaks.numpy()), int(Outcome.OK), int(Outcome.EMPTY))
+    chosen[1, ~np.isfinite(raw_peaks.numpy())] = int(Outcome.BROKEN)
+    return torch.from_numpy(chosen)
 
 
 def first_highest(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,21 +108,27 @@ class Pipeline:
             "min_p": self._min_p,
         }
 
-    def choose(self, logits: Tensor, slots: Ints) -> Tensor:
+    def choose(self, logits: Tensor, slots: Ints, *, are_edited: bool = True) -> Tensor:
         """One token per row of `logits` [n, vocab] float32 (overwritten), row `i` being of slot `slots[i]`.
+
+        `are_edited` False says that steps 1 to 3 have nothing to do for any of them.
 
         Returns:
             [2, n] int64: token ids, and each row's `Outcome` (the token means nothing unless it is OK).
         """
         programs = self._table.program[slots]
         if (programs == programs[0]).all():
-            return self._run(self._table.programs[programs[0]], logits, slots)
+            return self._run(self._steps_of(programs[0], are_edited), logits, slots)
         chosen = torch.empty((2, len(slots)), dtype=torch.int64, device=logits.device)
         for program in np.unique(programs):
             rows = np.flatnonzero(programs == program)
             index = ints_on(logits.device, rows)
-            chosen[:, index] = self._run(self._table.programs[program], logits[index], slots[rows])
+            chosen[:, index] = self._run(self._steps_of(program, are_edited), logits[index], slots[rows])
         return chosen
+
+    def _steps_of(self, program: int, are_edited: bool) -> Steps:
+        steps = self._table.programs[program]
+        return steps if are_edited else tuple(step for step in steps if step not in EDITS)
 
     def _run(self, steps: Steps, x: Tensor, slots: Ints) -> Tensor:
         """`choose` for rows that all go through `steps`."""
@@ -120,10 +140,8 @@ class Pipeline:
             tokens, peaks = truncate_and_draw(x, self._cut(slots), self._race)
         else:
             x = self._apply(steps, x, slots)
-            tokens, peaks = self._race.winners(x, self._keys(slots))
-        outcome = torch.where(peaks.isfinite(), Outcome.OK, Outcome.EMPTY)
-        outcome = torch.where(raw_peaks.isfinite(), outcome, Outcome.BROKEN)
-        return torch.stack((tokens, outcome))
+            tokens, peaks = self._race.winners(x, self._table.keys(slots))
+        return chosen_of(tokens, peaks, raw_peaks)
 
     def _apply(self, steps: Steps, x: Tensor, slots: Ints) -> Tensor:
         for step in steps:
@@ -134,13 +152,9 @@ class Pipeline:
         peaks, tokens = first_highest(self._apply(steps, x, slots))
         return tokens, peaks
 
-    def _keys(self, slots: Ints) -> Keys:
-        table = self._table
-        return race_keys(table.seed[slots], table.choice[slots], table.num_outputs[slots])
-
     def _cut(self, slots: Ints) -> Cut:
         table = self._table
-        return Cut(table.top_k[slots], table.top_p[slots], table.min_p[slots], self._keys(slots))
+        return Cut(table.top_k[slots], table.top_p[slots], table.min_p[slots], table.keys(slots))
 
     def _temperature(self, x: Tensor, slots: Ints) -> Tensor:
         temperature = self._table.temperature[slots]

@@ -138,7 +138,10 @@ class Sampler:
         reported = np.flatnonzero(self._traits[rows] & REPORTED) if traits & REPORTED else _NOBODY
         index = ints_on(logits.device, reported) if reported.size else None
         raw = None if index is None else logits[index]  # a copy, before the steps edit them
-        chosen = self._pipeline.choose(logits, rows) if traits & (EDITED | DRAWN) else highest(logits)
+        if traits & (EDITED | DRAWN):
+            chosen = self._pipeline.choose(logits, rows, are_edited=bool(traits & EDITED))
+        else:
+            chosen = highest(logits)
         described = None if raw is None else self._describe(raw, chosen[0][index], rows[reported])
         put(self._last, rows, chosen[0])
         self._table.num_outputs[rows] += 1

@@ -1,7 +1,7 @@
 """Per-slot sampling settings as columns: one numpy array per setting, one row per slot.
 
 A step picks its rows out of the columns (`temperature[slots]`), so its cost does not grow with Python objects. Knows
-settings and slots; keeps no tensors. A column set for 256 slots takes 24 KB.
+settings and slots; keeps no tensors. A column set for 256 slots takes 24 KB, and their next noise keys 32 KB.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.batch import SlotStart
 from engine.sampling.params import SamplingParams
+from engine.sampling.rng import Keys, race_keys
 from engine.transit import upload
 
 Ints = npt.NDArray[np.int64]
@@ -22,6 +23,12 @@ Steps = tuple[str, ...]
 
 EDITS: Steps = ("mask", "logit_bias", "penalties")
 """The steps that change which token is the most likely; the only ones a greedy row goes through."""
+
+
+KEYS_AHEAD = 16
+"""Noise keys of a slot that are computed together: 16 cost hardly more than one."""
+
+_NEVER = -(1 << 62)
 
 
 def accumulator(device: torch.device) -> torch.dtype:
@@ -91,6 +98,8 @@ class SlotTable:
         self.num_outputs: Ints = np.zeros(max_num_seqs, dtype=np.int64)
         self.program: Ints = np.zeros(max_num_seqs, dtype=np.int64)
         self.programs: list[Steps] = [EDITS]
+        self._keys: Keys = np.zeros((max_num_seqs, KEYS_AHEAD, 2), dtype=np.int32)
+        self._keys_from: Ints = np.full(max_num_seqs, _NEVER)
 
     def start(self, start: SlotStart) -> None:
         """Take over a new sequence's settings."""
@@ -107,6 +116,25 @@ class SlotTable:
         self.choice[slot] = start.choice
         self.num_outputs[slot] = len(start.output_ids)
         self.program[slot] = self._program_of(params)
+        self._keys_from[slot] = _NEVER
+
+    def keys(self, slots: Ints) -> Keys:
+        """The noise key of each slot's next draw: `race_keys` of its seed, choice and number of output tokens."""
+        offsets = self.num_outputs[slots] - self._keys_from[slots]
+        is_used_up = offsets >= KEYS_AHEAD
+        if is_used_up.any():
+            self._compute_keys(slots[is_used_up])
+            offsets[is_used_up] = 0
+        keys: Keys = self._keys[slots, offsets]
+        return keys
+
+    def _compute_keys(self, slots: Ints) -> None:
+        """Those of the next `KEYS_AHEAD` draws."""
+        first = self.num_outputs[slots]
+        indices = (first[:, None] + np.arange(KEYS_AHEAD)).ravel()
+        seeds, choices = (np.repeat(column[slots], KEYS_AHEAD) for column in (self.seed, self.choice))
+        self._keys[slots] = race_keys(seeds, choices, indices).reshape(len(slots), KEYS_AHEAD, 2)
+        self._keys_from[slots] = first
 
     def _program_of(self, params: SamplingParams) -> int:
         """The number of the steps these settings ask for; there are at most 7! + 3! different ones."""

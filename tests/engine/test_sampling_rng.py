@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
+from engine.batch import SlotStart
+from engine.sampling.params import SamplingParams
 from engine.sampling.rng import philox4x32, race_keys
+from engine.sampling.state import KEYS_AHEAD, SlotTable
 
 # The known-answer vectors published with Random123 for philox4x32, 10 rounds: counter, key, result.
 KNOWN = [
@@ -82,3 +85,17 @@ def test_neighbouring_keys_are_not_correlated() -> None:
     for left, right in pairs:
         correlation = (left * right).mean() * 12.0
         assert abs(correlation) < 5.0 / np.sqrt(left.size)
+
+
+def test_a_slots_keys_are_those_of_its_draws_however_they_were_computed() -> None:
+    """Slots at different places, drawn from now and then, and one that is given to another sequence."""
+    table = SlotTable(3, 100)
+    for slot in range(3):
+        table.start(SlotStart(slot, SamplingParams(seed=7 - slot), slot, (1,), (5,) * (10 * slot)))
+    for step in range(3 * KEYS_AHEAD):
+        slots = np.array([[2, 0], [1, 0, 2], [1]][step % 3])
+        expected = race_keys(table.seed[slots], table.choice[slots], table.num_outputs[slots])
+        assert table.keys(slots).tolist() == expected.tolist()
+        table.num_outputs[slots] += 1
+        if step == 20:
+            table.start(SlotStart(1, SamplingParams(seed=1 << 40), 4, (1,), (5,) * 3))
