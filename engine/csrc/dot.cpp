@@ -1,6 +1,6 @@
-// Few rows of x take the words of W apart in registers, anew for every tile of rows. From so many rows on that this costs
-// more than the products, a slice of the panel is taken apart into the L1 cache first, once for all rows (Goto & van de
-// Geijn 2008).
+// Few rows of x take the words of W apart in registers, anew for every tile of rows. From so many rows on that this
+// costs more than the products, a slice of the panel is taken apart into the L1 cache first, once for all rows (Goto &
+// van de Geijn 2008).
 #include "dot.h"
 
 #include <cstring>
@@ -56,11 +56,13 @@ static inline vfloat add_minimum(vfloat acc, vfloat minimum, float x_sum) { retu
 
 static inline vint broadcast(const int32_t* word) { return *word - vint{}; }
 
-// Sums in the order that they are written in: compilers begin with all products of a line, and run out of registers.
-static inline void in_order(vint& sum) {
+// The same value, computed here: compilers would begin with all products of a line, and run out of registers. (By value:
+// a reference would keep it in memory.)
+static inline vint in_order(vint sum) {
 #if defined(__x86_64__)
   asm volatile("" : "+v"(sum));
 #endif
+  return sum;
 }
 
 // Rows [row, row + M) of x times H halves of one panel.
@@ -76,6 +78,7 @@ template <int F, int M, int H>
   vfloat acc[H][M][kVectors] = {};
   for (int g = 0; g < x.groups; ++g) {
     vint sum[H][M][kVectors] = {};
+#pragma GCC unroll 1
     for (int k = 0; k < lines; k += 2)  // whole pairs: a line is eight columns at most, a group sixteen at least
 #pragma GCC unroll 2
       for (int pair = 0; pair < 2; ++pair, line += kLineStride, word += C::kSteps)
@@ -91,10 +94,8 @@ template <int F, int M, int H>
 #pragma GCC unroll 16
             for (int r = 0; r < M; ++r)
 #pragma GCC unroll 16
-              for (int i = 0; i < kVectors; ++i) {
-                sum[h][r][i] = C::dot(sum[h][r][i], w[i], broadcast(word + r * x.stride + step));
-                in_order(sum[h][r][i]);
-              }
+              for (int i = 0; i < kVectors; ++i)
+                sum[h][r][i] = in_order(C::dot(sum[h][r][i], w[i], broadcast(word + r * x.stride + step)));
           }
         }
 #pragma GCC unroll 16
@@ -283,7 +284,7 @@ template <int F>
 static int height_for(const Matrix& m, int64_t rows) {
   int range = 0;
   while (range < kRanges - 1 && rows > int64_t{1} << range) ++range;
-  if (m.heights != nullptr && m.heights[range] != 0) return m.heights[range];
+  if (m.heights[range] != 0) return m.heights[range];
   return F == kQ8Dot || rows <= 16 ? kTileRows : kSliced;
 }
 

@@ -29,13 +29,13 @@ constexpr int kGroup = 32;  // input columns are padded to a multiple of this
 enum Format : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kQ8 = 3, kQ4 = 4, kQ8Dot = 5 };
 
 struct Matrix {
-  const void* weights;     // packed
-  const void* scales;      // [panels, groups, 32] float or half, or null
-  const void* mins;        // the same, or null: no minima
-  const float* bias;       // [out], or null
-  const uint8_t* heights;  // [8], or null: how to compute so many rows, see dot.h; never what comes out
+  const void* weights;  // packed
+  const void* scales;   // [panels, groups, 32] float or half, or null
+  const void* mins;     // the same, or null: no minima
+  const float* bias;    // [out], or null
   int32_t in, out, format, half_scales;
-  int32_t group;  // columns that share a scale: 16, 32, 64 or 128, a divisor of `in`; 0: there are no scales
+  int32_t group;       // columns that share a scale: 16, 32, 64 or 128, a divisor of `in`; 0: there are no scales
+  uint8_t heights[8];  // how to go about so many rows, never what comes out: see dot.h
 
   int padded_in() const { return (in + kGroup - 1) / kGroup * kGroup; }
   int panels() const { return (out + kPanel - 1) / kPanel; }

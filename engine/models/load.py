@@ -89,6 +89,8 @@ def load_decoder(
                 parameters = PackedParameters(checkpoint, quantization, device, dtype)
             decoder = empty_decoder(spec, parameters, max_model_len or spec.default_context)
             assign(checkpoint, parameters.places, spec.tie_word_embeddings, lambda done: progress(_PHASE, done))
+        if isinstance(parameters, PackedParameters):
+            parameters.choose_heights()
     except LoadError as error:
         raise _naming(source, error) from error
     return NativeDecoder.of(decoder) if packs else decoder

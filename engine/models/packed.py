@@ -12,6 +12,7 @@ their inputs, too, and multiply integers: to 8 bits under int8, else to 16, wher
 is float32.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -32,6 +33,7 @@ from engine.quant.affine import (
     is_stored_as,
     quantize,
 )
+from engine.quant.heights import measured_heights
 from engine.quant.panels import PackedEmbedding, PackedLinear, StackedLinear
 from engine.weights.assign import Place
 from engine.weights.checkpoint import Checkpoint
@@ -43,6 +45,7 @@ FLOAT32 = DenseForm(torch.float32)
 BFLOAT16 = DenseForm(torch.bfloat16)
 
 _MAX_CHUNK_ELEMENTS = 4 * 1024 * 1024
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class PackedParameters:
         self.device = device
         self.places: dict[str, Place] = {}
         self.nbytes = 0
+        self._matrices: list[PackedLinear] = []
 
     def vector(self, name: str, size: int) -> Tensor:
         """See `Parameters`."""
@@ -124,7 +128,23 @@ class PackedParameters:
                 self.places[f"{name}.bias"] = TensorPlace(matrix.bias[first : first + count])
             first += count
         self.nbytes += matrix.nbytes
+        self._matrices.append(matrix)
         return matrix
+
+    def choose_heights(self) -> None:
+        """Measure how the kernels are fastest with each quantized form, once all matrices are filled."""
+        by_form: dict[AffineForm, list[PackedLinear]] = {}
+        for matrix in self._matrices:
+            if isinstance(matrix.form, AffineForm):
+                by_form.setdefault(matrix.form, []).append(matrix)
+        for form, matrices in by_form.items():
+            largest = max(matrices, key=lambda matrix: matrix.nbytes)
+            shape = (largest.num_outputs, largest.num_inputs)
+            alike = [matrix for matrix in matrices if (matrix.num_outputs, matrix.num_inputs) == shape]
+            heights = measured_heights(alike)
+            _log.debug("products with %s: heights %s", form, heights)
+            for matrix in matrices:
+                matrix.set_heights(heights)
 
     def _form(self, name: str, num_inputs: int, bits: int | None) -> Form:
         """The form to keep a tensor in. A tensor that is missing or misshapen is told later, when all are assigned."""

@@ -16,6 +16,8 @@ from engine.native import load_native
 from engine.quant.affine import GROUP_SIZE, AffineForm, AffineWeight, DenseForm, Form, is_stored_as
 
 PANEL_SIZE = 32
+NUM_HEIGHTS = 8
+"""Ranges of numbers of rows: 1, 2, 3-4, 5-8, ... 33-64, and more."""
 _DENSE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _AFFINE_CODES = {(8, 16): 3, (4, 16): 4, (8, 8): 5}
 """Bits of weights and inputs -> the kernels' number."""
@@ -26,8 +28,9 @@ class NativeMatrix(ctypes.Structure):
     """`Matrix` of `csrc/matmul.h`, field by field. Points into tensors that somebody else keeps alive."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weights", "scales", "mins", "bias", "heights")),
+        *((name, ctypes.c_void_p) for name in ("weights", "scales", "mins", "bias")),
         *((name, ctypes.c_int32) for name in ("num_inputs", "num_outputs", "format", "half_scales", "group")),
+        ("heights", ctypes.c_uint8 * NUM_HEIGHTS),
     )
 
 
@@ -110,7 +113,6 @@ class PackedLinear:
         tensors = (weights, scales, minimums, biases)
         native = NativeMatrix(
             *(None if part is None else part.data_ptr() for part in tensors),
-            None,
             *(num_inputs, num_outputs, _code(form), int(scales is not None and scales.dtype == torch.float16)),
             form.group_size if isinstance(form, AffineForm) else 0,
         )
@@ -142,18 +144,42 @@ class PackedLinear:
         self.multiply_into(x, y)
         return y
 
-    def multiply_into(self, x: Tensor, y: Tensor) -> None:
-        """The same into `y` `[T, out]`, which may be some columns of a wider tensor."""
+    def multiply_into(self, x: Tensor, y: Tensor, num_threads: int | None = None) -> None:
+        """The same into `y` `[T, out]`, which may be some columns of a wider tensor. By default on torch's threads."""
         assert x.dtype == y.dtype == torch.float32, "packed products are float32"
         assert x.shape[1] == self.num_inputs, f"{x.shape[1]} inputs for a matrix of {self.num_inputs}"
         if x.stride(-1) != 1:
             x = x.contiguous()
         args = _MatmulArgs(
             *(self.native, x.data_ptr(), y.data_ptr(), x.stride(0), y.stride(0)),
-            *(x.shape[0], torch.get_num_threads()),
+            *(x.shape[0], num_threads or torch.get_num_threads()),
         )
         if self.kernels.quire_matmul(ctypes.byref(args)) != 0:
             raise TypeError(f"no native product for {self.form}")
+
+    def set_heights(self, heights: Sequence[int]) -> None:
+        """How to go about products of so many rows, see `csrc/dot.h`: one for each of `NUM_HEIGHTS` ranges."""
+        self.native.heights[:] = heights
+
+    @property
+    def num_panels(self) -> int:
+        """Of `PANEL_SIZE` outputs each."""
+        return -(-self.num_outputs // PANEL_SIZE)
+
+    def part(self, first_panel: int, num_panels: int) -> "PackedLinear":
+        """Some panels as a matrix over the same memory."""
+        first = first_panel * PANEL_SIZE
+        tensors = (self.weights, self.scales, self.minimums, self.bias)
+        units = (*[self.num_panels] * 3, self.num_outputs)
+        firsts = (*[first_panel] * 3, first)
+        native = NativeMatrix.from_buffer_copy(self.native)
+        for name, tensor, unit, start in zip(
+            ("weights", "scales", "mins", "bias"), tensors, units, firsts, strict=True
+        ):
+            if tensor is not None:
+                setattr(native, name, tensor.data_ptr() + tensor.nbytes // unit * start)
+        native.num_outputs = min(self.num_outputs - first, num_panels * PANEL_SIZE)
+        return replace(self, num_outputs=native.num_outputs, native=native)
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Rows of the matrix, as an embedding: `[T]` int64 -> `[T, in]` float32.
