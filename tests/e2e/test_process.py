@@ -74,3 +74,23 @@ def test_chat_starts_a_server_of_its_own_and_stops_it():
     )
     assert chat.returncode == 0, chat.stderr
     assert len(chat.stdout.strip()) > 2
+
+
+LOOK_AT_COLLECTOR = """
+import gc, os, signal, sys
+from server import serve
+
+def announce(service, loaded):
+    print(gc.isenabled(), gc.get_freeze_count() > 100_000, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+serve.Service._announce = announce
+sys.exit(serve.main(sys.argv[1:]))
+"""
+
+
+def test_garbage_is_collected_again_once_ready_and_never_looked_for_in_the_model():
+    command = [sys.executable, "-c", LOOK_AT_COLLECTOR, "--port", "0", "--dtype", "float32", *SMALL]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environ)
+    assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr
