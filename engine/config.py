@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from kvpool.layout import KV_CACHE_DTYPES, KVLayout
 
+QUANTIZATIONS = ("auto", "none", "int8", "int4", "int4_g128")
+
 Progress = Callable[[str, float], None]
 """Told while loading: the name of the phase, and how much of it is done (0..1)."""
 
@@ -42,7 +44,8 @@ class EngineConfig:
         kv_cache_dtype: what keys and values are stored as: `auto` (`dtype`), `fp8` or `int8`.
         attention_backend: `auto` or one of `ATTENTION_BACKENDS`.
         enforce_eager: on a GPU, launch every decode step anew instead of replaying CUDA graphs.
-        quantization: of weights: `auto` keeps what the file holds, `none` widens it, `int8` and `int4` round at load.
+        quantization: of weights: `auto` keeps what the file holds, `none` widens it, `int8` and `int4` round at load in
+            groups of 32 inputs, `int4_g128` in groups of 128.
     """
 
     model: str | None = None
@@ -73,8 +76,8 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}")
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             raise ValueError(f"dtype must be auto, bfloat16, float16 or float32, got {self.dtype!r}")
-        if self.quantization not in ("auto", "none", "int8", "int4"):
-            raise ValueError(f"quantization must be auto, none, int8 or int4, got {self.quantization!r}")
+        if self.quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {self.quantization!r}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(f"kv_cache_dtype must be {' or '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}")
 

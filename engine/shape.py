@@ -12,6 +12,7 @@ from types import MappingProxyType
 from engine.errors import LoadError
 from engine.models.families import spec_from_gguf, spec_from_hf_config
 from engine.models.spec import DecoderSpec
+from engine.quant.groups import GROUP_SIZE, largest_group
 from engine.weights.checkpoint import ModelSource, resolve_model
 
 WEIGHT_BITS = MappingProxyType(
@@ -21,10 +22,11 @@ WEIGHT_BITS = MappingProxyType(
         "float16": (Fraction(16), Fraction(16)),
         "int8": (Fraction(17, 2), Fraction(17, 2)),
         "int4": (Fraction(5), Fraction(17, 2)),
+        "int4_g128": (Fraction(17, 4), Fraction(17, 2)),
     }
 )
-"""Bits of a parameter, and of one in the vocabulary's matrices, as `engine.models.packed` keeps them: groups of 32
-share a half-float scale, with 4 bits a minimum too; embedding and head keep 8 bits."""
+"""Bits of a parameter, and of one in the vocabulary's matrices, as `engine.models.packed` keeps them: groups of 32 (or
+128) share a half-float scale, with 4 bits a minimum too; embedding and head keep 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class ModelShape:
     Attributes:
         num_vocab_parameters: those of embedding and head, among `num_parameters`; 0 when unknown.
         max_context: tokens of one sequence at most; None when unknown.
+        group_size: what `int4_g128` comes down to where rows are not whole groups of 128.
     """
 
     name: str
@@ -43,10 +46,13 @@ class ModelShape:
     head_dim: int
     num_vocab_parameters: int = 0
     max_context: int | None = None
+    group_size: int = 128
 
     def weight_bytes(self, kind: str) -> int:
         """Bytes of the weights kept as one of `WEIGHT_BITS`, rounded up."""
         bits, vocab_bits = WEIGHT_BITS[kind]
+        if kind == "int4_g128":
+            bits = Fraction(4) + Fraction(32, self.group_size)
         num_others = self.num_parameters - self.num_vocab_parameters
         return -(-(num_others * bits + self.num_vocab_parameters * vocab_bits) // 8)
 
@@ -75,7 +81,14 @@ def shape_of(spec: DecoderSpec, name: str) -> ModelShape:
         head_dim=spec.head_dim,
         num_vocab_parameters=num_vocab,
         max_context=spec.max_context,
+        group_size=_smallest_group(spec),
     )
+
+
+def _smallest_group(spec: DecoderSpec) -> int:
+    """Of the matrices' inputs; what is no whole groups at all is not quantized and costs more than any group says."""
+    widths = (spec.hidden_size, spec.query_size, spec.intermediate_size)
+    return min((largest_group(width) for width in widths if width % GROUP_SIZE == 0), default=GROUP_SIZE)
 
 
 def _attention_parameters(spec: DecoderSpec) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from engine.config import ATTENTION_BACKENDS
+from engine.config import ATTENTION_BACKENDS, QUANTIZATIONS
 from engine.sampling.params import MAX_LOGPROBS, SAMPLER_ORDER, check_sampler_order
 from kvpool.layout import KV_CACHE_DTYPES
 from server.flags import (
@@ -71,8 +71,9 @@ class ServerConfig:
     )
     quantization: str = flag(
         "auto",
-        "of weights: auto keeps what the file holds; none widens it; int8 and int4 round at load (auto)",
-        choice("auto", "none", "int8", "int4"),
+        "of weights: auto keeps what the file holds; none widens it; int8 and int4 round at load in groups of 32, "
+        "int4_g128 in groups of 128 (auto)",
+        choice(*QUANTIZATIONS),
         metavar="NAME",
     )
     max_model_len: int | None = flag(None, "prompt plus output tokens (the model's)", integer(1), metavar="N")

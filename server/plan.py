@@ -21,7 +21,9 @@ from server.flags import choice, integer, number, size
 GIB = 1 << 30
 CARDS = (8 * GIB, 16 * GIB, 24 * GIB)
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
-TABLE_WEIGHTS = ("float16", "int8", "int4")
+WEIGHT_KINDS = ("int8", "int4", "int4_g128")
+"""Quantized ones, the mildest first."""
+TABLE_WEIGHTS = ("float16", *WEIGHT_KINDS)
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmbt]?)", re.IGNORECASE)
 
@@ -119,9 +121,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", type=_typed(choice(*ELEMENT_BYTES)), default="float16", help="(float16)")
     parser.add_argument(
         "--quantization",
-        type=_typed(choice("none", "int8", "int4")),
+        type=_typed(choice("none", *WEIGHT_KINDS)),
         default="none",
-        help="none, int8 or int4 weights (none)",
+        help="none, int8, int4 or int4_g128 weights (none)",
     )
     parser.add_argument(
         "--kv-cache-dtype", type=_typed(choice(*KV_CACHE_DTYPES)), default="auto", help="auto, int8 or fp8 (auto)"
@@ -140,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=positive, metavar="N", help=f"{what} of a model without files")
     parser.add_argument("--parameters", type=_typed(count), metavar="N", help="its parameters, as in 8.03B")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--table", action="store_true", help="float16, int8 and int4 weights on 8, 16 and 24 GiB")
+    form.add_argument("--table", action="store_true", help="float16 and quantized weights on 8, 16 and 24 GiB")
     form.add_argument("--json", action="store_true", help="the numbers as JSON")
     return parser
 
@@ -246,7 +248,9 @@ def advice(shape: ModelShape, settings: Settings, context: int | None, num_users
 def _smaller(settings: Settings) -> Iterator[tuple[str, str]]:
     """Caches and weights that take less, the mildest change first."""
     caches = (settings.kv_cache_dtype, *(["int8"] if settings.kv_cache_dtype == "auto" else []))
-    kinds = ("int8", "int4") if settings.weights not in ("int8", "int4") else ("int4",)[settings.weights == "int4" :]
+    kinds = (
+        WEIGHT_KINDS[WEIGHT_KINDS.index(settings.weights) + 1 :] if settings.weights in WEIGHT_KINDS else WEIGHT_KINDS
+    )
     both = [(cache, kind) for kind in (settings.weights, *kinds) for cache in caches]
     yield from both[1:]
 

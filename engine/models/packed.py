@@ -4,12 +4,13 @@
     auto           kept as they are stored    bfloat16 or float16 where that loses nothing, else float32
     none           widened to float32         the same
     int8, int4     rounded anew               rounded to 8 or 4 bits in groups of 32
+    int4_g128      rounded anew               rounded to 4 bits in groups of 128, or of 64 or 32 where 128 do not fit
 
 Where another dtype than float32 is asked for, float tensors and what is widened are rounded to it; vectors never are.
 
-Embedding and head keep 8 bits under int4: they are the most sensitive matrices. Products with quantized matrices round
-their inputs, too, and multiply integers: to 8 bits under int8, else to 16, where little is lost. All other arithmetic
-is float32.
+Embedding and head keep 8 bits in groups of 32 under both int4: they are the most sensitive matrices. Products with
+quantized matrices round their inputs, too, and multiply integers: to 8 bits under int8, else to 16, where little is
+lost. All other arithmetic is float32.
 """
 
 import logging
@@ -23,7 +24,6 @@ from torch import Tensor
 from engine.models.layers import Embedding, Linear
 from engine.models.parameters import TensorPlace
 from engine.quant.affine import (
-    GROUP_SIZE,
     AffineForm,
     AffineWeight,
     DenseForm,
@@ -33,12 +33,13 @@ from engine.quant.affine import (
     is_stored_as,
     quantize,
 )
+from engine.quant.groups import GROUP_SIZE, largest_group
 from engine.quant.heights import measured_heights
 from engine.quant.panels import PackedEmbedding, PackedLinear, StackedLinear
 from engine.weights.assign import Place
 from engine.weights.checkpoint import Checkpoint
 
-QUANTIZED_BITS = {"int8": 8, "int4": 4}
+QUANTIZED_BITS = {"int8": 8, "int4": 4, "int4_g128": 4}
 """The quantizations that round at load, and to how many bits."""
 
 FLOAT32 = DenseForm(torch.float32)
@@ -151,10 +152,11 @@ class PackedParameters:
         if name not in self._stored or self._checkpoint.shape(name)[1:] != (num_inputs,):
             return FLOAT32
         if bits is not None and num_inputs % GROUP_SIZE == 0:
-            halves = self._holds(name, lambda rows: half_scales_suffice(rows, bits))
+            group = largest_group(num_inputs) if bits == 4 and self._quantization == "int4_g128" else GROUP_SIZE
+            halves = self._holds(name, lambda rows: half_scales_suffice(rows, bits, group))
             scale_dtype = torch.float16 if halves else torch.float32
             input_bits = 8 if self._quantization == "int8" else 16
-            return AffineForm(bits, GROUP_SIZE, scale_dtype, has_minimums=bits == 4, input_bits=input_bits)
+            return AffineForm(bits, group, scale_dtype, has_minimums=bits == 4, input_bits=input_bits)
         stored = self._checkpoint.form(name)
         if isinstance(stored, AffineForm):
             keeps = self._quantization == "auto" and num_inputs % GROUP_SIZE == 0
@@ -186,7 +188,7 @@ def _converted(rows: Tensor | AffineWeight, form: Form) -> Tensor | AffineWeight
     values = dense(rows)
     if isinstance(form, DenseForm):
         return values.to(form.dtype)
-    return quantize(values, form.bits, form.scale_dtype)
+    return quantize(values, form.bits, form.scale_dtype, form.group_size)
 
 
 def _is_bfloat16(values: Tensor) -> bool:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-GROUP_SIZE = 32
+from engine.quant.groups import GROUP_SIZE
+
 _SMALLEST_NORMAL_HALF = 2.0**-14
 
 
@@ -83,13 +84,15 @@ def dense(rows: Tensor | AffineWeight) -> Tensor:
     return rows.dequantize() if isinstance(rows, AffineWeight) else rows
 
 
-def quantize(weight: Tensor, bits: int, scale_dtype: torch.dtype = torch.float32) -> AffineWeight:
+def quantize(
+    weight: Tensor, bits: int, scale_dtype: torch.dtype = torch.float32, group_size: int = GROUP_SIZE
+) -> AffineWeight:
     """Round a matrix `[out, in]` to the nearest affine form: symmetric for 8 bits, with a minimum for 4.
 
     Raises:
-        ValueError: `in` is not a multiple of 32, or other bits.
+        ValueError: `in` is not a multiple of the group size, or other bits.
     """
-    grouped = _groups(weight)
+    grouped = _groups(weight, group_size)
     scales, low = _scales_of(grouped, bits)
     scales, low = scales.to(scale_dtype), None if low is None else low.to(scale_dtype)
     shifted = grouped if low is None else grouped - low.float().unsqueeze(-1)
@@ -98,9 +101,9 @@ def quantize(weight: Tensor, bits: int, scale_dtype: torch.dtype = torch.float32
     return AffineWeight(bits, q.clamp(*bounds).to(torch.int8).view(weight.shape), scales, low)
 
 
-def half_scales_suffice(weight: Tensor, bits: int) -> bool:
-    """Whether float16 holds the scales of `quantize(weight, bits)` to its full precision, and no minimum overflows."""
-    scales, low = _scales_of(_groups(weight), bits)
+def half_scales_suffice(weight: Tensor, bits: int, group_size: int = GROUP_SIZE) -> bool:
+    """Whether float16 holds the scales that `quantize` would find to its full precision, and no minimum overflows."""
+    scales, low = _scales_of(_groups(weight, group_size), bits)
     used = scales[scales > 0]
     if not len(used):
         return True
@@ -108,14 +111,14 @@ def half_scales_suffice(weight: Tensor, bits: int) -> bool:
     return bool((used.min() >= _SMALLEST_NORMAL_HALF) & (largest <= torch.finfo(torch.float16).max))
 
 
-def _groups(weight: Tensor) -> Tensor:
-    if weight.shape[1] % GROUP_SIZE:
-        raise ValueError(f"{weight.shape[1]} inputs are not whole groups of {GROUP_SIZE}")
-    return weight.float().view(weight.shape[0], -1, GROUP_SIZE)
+def _groups(weight: Tensor, group_size: int) -> Tensor:
+    if weight.shape[1] % group_size:
+        raise ValueError(f"{weight.shape[1]} inputs are not whole groups of {group_size}")
+    return weight.float().view(weight.shape[0], -1, group_size)
 
 
 def _scales_of(grouped: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
-    """Scales and minimums `[out, groups]` of `[out, groups, 32]`."""
+    """Scales and minimums `[out, groups]` of `[out, groups, group]`."""
     if bits == 8:
         return grouped.abs().amax(-1) / 127, None
     if bits == 4:

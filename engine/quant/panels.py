@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.native import load_native
-from engine.quant.affine import GROUP_SIZE, AffineForm, AffineWeight, DenseForm, Form, is_stored_as
+from engine.quant.affine import AffineForm, AffineWeight, DenseForm, Form, is_stored_as
+from engine.quant.groups import GROUP_SIZE
 
 PANEL_SIZE = 32
 NUM_HEIGHTS = 8

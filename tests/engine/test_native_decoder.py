@@ -163,7 +163,7 @@ def test_kept_in_sixteen_bits_and_computed_in_float32(dtype: torch.dtype, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "form", ["float32", "bfloat16", "Q8_0", "Q4_1", "int8", "int4", "kept bfloat16", "kept float16"]
+    "form", ["float32", "bfloat16", "Q8_0", "Q4_1", "int8", "int4", "int4_g128", "kept bfloat16", "kept float16"]
 )
 def test_a_token_is_the_same_bits_in_any_company(form: str, tmp_path: Path) -> None:
     """Alone or among 31 others, its prompt whole or in chunks, on one thread or several."""
@@ -232,7 +232,7 @@ def test_parts_of_unlike_types_stand_side_by_side(tmp_path: Path) -> None:
         torch.testing.assert_close(fast.step(*rows)[0], slow.step(*rows, python=True)[0], atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("quantization", "allowed"), [("int8", 0.05), ("int4", 0.3)])
+@pytest.mark.parametrize(("quantization", "allowed"), [("int8", 0.05), ("int4", 0.3), ("int4_g128", 0.4)])
 def test_rounding_at_load_stays_near_the_original(quantization: str, allowed: float, tmp_path: Path) -> None:
     folder = make_tiny_model("llama", tmp_path, num_hidden_layers=1)
     exact, rounded = load(folder), load(folder, quantization)

@@ -80,7 +80,7 @@ def test_draws() -> None:
         assert torch.equal(counts, (x > x[:, -1:]).sum(1))
 
 
-@pytest.mark.parametrize("quantization", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("quantization", ["auto", "int8", "int4", "int4_g128"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_whole_decoder(family: str, quantization: str, tmp_path) -> None:
     sizes = {"hidden_size": 40, "intermediate_size": 52, "head_dim": 10} if quantization == "auto" else {}

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.native import NativeUnavailable, load_native
 from engine.quant.affine import AffineForm, AffineWeight, DenseForm, half_scales_suffice, quantize
+from engine.quant.groups import largest_group
 from engine.quant.panels import PackedEmbedding, PackedLinear, StackedLinear, packed
 
 try:
@@ -19,6 +20,7 @@ FORMS = [
     *("float32", "bfloat16", "float16"),
     *("int8", "int8 half", "int8 min", "int8 fine", "int8 fine min half"),
     *("int4", "int4 half", "int4 symmetric", "int4 symmetric half"),
+    *("int4 wide", "int4 wide half"),
 ]
 ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 13, 32, 97, 200]
 
@@ -27,7 +29,8 @@ def stored_as(form: str, weight: Tensor) -> Tensor | AffineWeight:
     """A matrix like `weight` in the form of that name. Quantized ones have arbitrary scales."""
     if form in ("float32", "bfloat16", "float16"):
         return weight.to(getattr(torch, form))
-    affine = quantize(weight, 8 if form.startswith("int8") else 4)
+    group_size = largest_group(weight.shape[1]) if "wide" in form else 32
+    affine = quantize(weight, 8 if form.startswith("int8") else 4, group_size=group_size)
     scales, minimums = affine.scales, affine.minimums
     if "fine" in form:
         scales = scales.repeat_interleave(2, 1) * torch.rand(scales.shape[0], scales.shape[1] * 2)
@@ -61,7 +64,7 @@ def expected(linear: PackedLinear, stored: Tensor | AffineWeight, x: Tensor) -> 
     return inputs @ meaning(stored).T
 
 
-@pytest.mark.parametrize("shape", [(48, 64), (50, 96), (1, 32), (33, 288), (200, 576)], ids=str)
+@pytest.mark.parametrize("shape", [(48, 64), (50, 96), (1, 32), (33, 288), (200, 576), (40, 384)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_product_equals_that_of_the_dequantized_matrix(form: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(FORMS.index(form))
@@ -207,6 +210,18 @@ def test_half_scales_suffice_unless_weights_are_tiny_or_huge() -> None:
         assert half_scales_suffice(torch.zeros(4, 64), bits)
         assert not half_scales_suffice(torch.randn(4, 64) * 1e-5, bits)
         assert not half_scales_suffice(torch.randn(4, 64) * 1e7, bits)
+
+
+def test_the_largest_group_that_fits() -> None:
+    assert [largest_group(size) for size in (128, 1536, 576, 96, 32)] == [128, 128, 64, 32, 32]
+    affine = quantize(torch.randn(3, 256), 4, group_size=128)
+    assert affine.scales.shape == (3, 2)
+    assert affine.form.group_size == 128
+    tiny = torch.cat([torch.randn(1, 128), torch.randn(1, 32) * 1e-5, torch.randn(1, 96)], 1)
+    assert half_scales_suffice(tiny, 4, 128)
+    assert not half_scales_suffice(tiny, 4)
+    with pytest.raises(ValueError, match="192 inputs are not whole groups of 128"):
+        quantize(torch.zeros(3, 192), 4, group_size=128)
 
 
 def test_quantize_keeps_zeros_and_refuses_ragged_groups() -> None:

@@ -38,6 +38,8 @@ def test_llama_3_8b() -> None:
     assert shape.weight_bytes("int8") == 8_030_261_248 * 17 // 16
     # 6,979,588,096 parameters in 5 bits, 1,050,673,152 in 8.5
     assert shape.weight_bytes("int4") == 4_362_242_560 + 1_116_340_224
+    # the same in 4.25 bits
+    assert shape.weight_bytes("int4_g128") == 3_707_906_176 + 1_116_340_224
     assert (shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.max_context) == (32, 8, 128, 8192)
 
 
@@ -45,6 +47,8 @@ def test_smollm2_without_reading_its_weights() -> None:
     shape = read_shape(None)
     assert shape.num_parameters == 134_515_008
     assert shape.weight_bytes("bfloat16") == 269_030_016
+    # 576 inputs are whole groups of 64: 106,203,456 parameters in 4.5 bits at most, 28,311,552 in 8.5
+    assert shape.weight_bytes("int4_g128") == 59_739_444 + 30_081_024
     assert (shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.max_context) == (30, 3, 64, 8192)
 
 

@@ -101,7 +101,7 @@ def test_every_setting_can_come_from_flag_variable_and_file(tmp_path):
         (["--kv-disk-size", "0"], {}, "--kv-disk-size: expected a number of bytes above 0, such as 2GiB, got '0'"),
         (["--kv-host-memory", "0MB"], {}, "--kv-host-memory: expected a number of bytes above 0"),
         (["--attention-backend", "flash"], {}, "--attention-backend: expected one of auto, native, torch, reference"),
-        (["--quantization", "magic"], {}, "--quantization: expected one of auto, none, int8, int4"),
+        (["--quantization", "magic"], {}, "--quantization: expected one of auto, none, int8, int4, int4_g128"),
         (["--sampler-order", "top_k,mask"], {}, "--sampler-order: expected all of mask,"),
         (["--api-key="], {}, "--api-key"),
         (["--max-num-seqs=64", "--max-num-batched-tokens=8"], {}, "--max-num-batched-tokens (8) must be at least"),

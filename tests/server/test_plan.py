@@ -62,6 +62,7 @@ def test_the_table_is_the_formula(
     status, text = plan(capsys, *shape, "--table", "--reserve", "1GiB", "--kv-cache-dtype", cache)
     assert status == 0
     weights = {"float16": 2 * num_parameters, "int8": num_parameters * 17 // 16, "int4": num_parameters * 5 // 8}
+    weights["int4_g128"] = num_parameters * 17 // 32
     rows = re.findall(r"^\| (\w+) \| (\d+)\.00 GiB \|.*\| ([\d,]+) \| [^|]*\|$", text, re.MULTILINE)
     wanted = [
         (name, str(memory), f"{max(0, (memory * GIB - weight_bytes - GIB) // per_token[cache]):,}")
@@ -80,6 +81,8 @@ def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -
         "--kv-cache-dtype int8 --quantization int8 (220,262 tokens)",
         "--quantization int4 (138,655 tokens)",
         "--kv-cache-dtype int8 --quantization int4 (273,045 tokens)",
+        "--quantization int4_g128 (144,399 tokens)",
+        "--kv-cache-dtype int8 --quantization int4_g128 (284,356 tokens)",
         "6 users instead of 16",
         "--max-model-len 3392 for 16 users",
         "a memory of 34.40 GiB",
