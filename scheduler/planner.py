@@ -15,7 +15,7 @@ that must give way, drafts to be verified, a table to give back) waits for it.
 from dataclasses import dataclass, field
 from itertools import repeat
 
-from engine.batch import PENDING, Batch, BlockLoad, Row, SlotStart
+from engine.batch import PENDING, Batch, BlockLoad, Row, SlotStart, tuples_of
 from kvpool.table import BlockCopy
 from scheduler.budget import Share, TokenBudget, allot, gaps_of
 from scheduler.config import SchedulerConfig
@@ -86,15 +86,17 @@ class _Sketch:
         new_blocks = [
             tuple(ids[s.num_synced :]) if len(ids := s.table.block_ids) > s.num_synced else () for s in sequences
         ]
-        self.rows += map(
-            Row,
+        columns = (
             [s.slot for s in sequences],
             starts,
             [_PENDING if s.num_pending else (s.tokens[-1],) for s in sequences],
             [s.num_synced for s in sequences],
             new_blocks,
-            repeat(True),
+            repeat(True),  # sample
+            repeat(0),  # drafts
+            repeat(()),  # prompt targets
         )
+        self.rows += tuples_of(Row, zip(*columns, strict=False))
         for sequence, block_ids in zip(sequences, new_blocks, strict=True):
             sequence.num_synced += len(block_ids)
             sequence.num_flying += 1

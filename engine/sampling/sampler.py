@@ -10,13 +10,14 @@ is the host's, and must be concluded before it draws again; most slots remember 
 """
 
 from collections.abc import Collection, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import RowOutput, SlotStart, TokenLogprob
+from engine.batch import RowOutput, SlotStart, TokenLogprob, tuples_of
 from engine.errors import NO_TOKEN_LEFT
 from engine.sampling.grammar import GrammarMasks
 from engine.sampling.logprobs import Described, describe
@@ -33,6 +34,8 @@ _REASONS = {
     Outcome.EMPTY: NO_TOKEN_LEFT,
 }
 _NOBODY: Ints = np.empty(0, dtype=np.int64)
+_NOTHING_MORE = tuple(repeat(field) for field in RowOutput()[1:])
+"""Every field of a plain row's output but its tokens, as often as it is asked for."""
 
 
 REPORTED, REMEMBERS, EDITED, DRAWN = 1, 2, 4, 8
@@ -151,7 +154,8 @@ class Sampler:
         """What a draw came to, from its `tensors` on the host, in order of drawing. What slots remember advances."""
         token_ids, outcomes = tensors[0].tolist()
         if not (drawn.traits & (REPORTED | REMEMBERS) or any(outcomes)):
-            return list(map(RowOutput, zip(token_ids)))  # `zip` makes tuples of one
+            ones = zip(token_ids)  # tuples of one token
+            return list(tuples_of(RowOutput, zip(ones, *_NOTHING_MORE, strict=False)))
         logprobs: dict[int, TokenLogprob] = {}
         if drawn.described is not None:
             logprobs = dict(zip(drawn.reported.tolist(), drawn.described.read(tensors[1]), strict=True))
