@@ -262,8 +262,12 @@ class Scheduler:
     def _touch_down(self) -> None:
         """The oldest step in flight is over, well or not."""
         plan = self._flights.popleft().plan
-        for sequence, row in zip(plan.sequences, plan.batch.rows, strict=True):
-            sequence.land(row)
+        if self._flights:
+            for sequence, row in zip(plan.sequences, plan.batch.rows, strict=True):
+                sequence.land(row)
+        else:  # nothing of any sequence is left in flight
+            for sequence in plan.sequences:
+                sequence.num_flying = sequence.num_pending = 0
         self._roster.is_step_in_flight = bool(self._flights)
         self._step_began_s = self._clock.now() if self._flights else None
 
