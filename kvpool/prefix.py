@@ -9,8 +9,7 @@ adapter, RoPE scaling, KV dtype, the caller's salt). SHA-256 at full length: equ
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvpool.pool import BlockPool
 
@@ -37,8 +36,7 @@ def extend_chain(root: bytes, digests: list[bytes], token_ids: Sequence[int], bl
         digests.append(chain(parent, token_ids[index * block_size : (index + 1) * block_size]))
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixBlock:
+class PrefixBlock(NamedTuple):
     """One full block of a prefix: its name, the name of the block before it (None for the first), its own tokens.
 
     `root` is where its chain starts, `scope` the namespace without the caller's salt; for who explains misses.

@@ -57,9 +57,10 @@ class BlockTable:
 
     def needed_for(self, start: int, end: int) -> int:
         """How many blocks `prepare_write(start, end)` takes from the pool: missing ones and copies of shared ones."""
-        block_ids, index = self.block_ids, start // self.block_size
-        if end == start + 1 and index < len(block_ids):  # a decode step inside a block: the common case
-            return int(self._pool.ref_count(block_ids[index]) > 1)
+        if end == start + 1:  # a decode step: the common case
+            block_ids, index = self.block_ids, start // self.block_size
+            is_held = index < len(block_ids)
+            return int(self._pool.ref_count(block_ids[index]) > 1) if is_held else index + 1 - len(block_ids)
         return self.missing(end) + self.shared_in(start, end)
 
     def prepare_write(self, start: int, end: int) -> tuple[int, list[BlockCopy]]:
