@@ -7,7 +7,7 @@
 
 namespace quire {
 
-constexpr int kMaxQueries = 64;   // query vectors per item
+constexpr int kMaxQueries = 128;  // query vectors per item
 constexpr int kMaxWidth = 512;    // elements of a token's keys that are read together
 constexpr int kItemsPerThread = 4;
 constexpr int kDirectQueries = 2 * kQueryRows;  // so few that values are widened where they are used
@@ -31,17 +31,28 @@ static int first_position(const AttentionArgs& a, const AttentionItem& it) {
 // Of each kv head of an item.
 static int num_vectors(const AttentionArgs& a, const AttentionItem& it) { return it.num_queries * a.group(); }
 
-static int num_keys(const AttentionArgs& a, const AttentionItem& it, int tile) {
-  return std::min(kTile, first_position(a, it) + it.num_queries - tile * kTile);
-}
+// One tile of keys for an item.
+struct Work {
+  const AttentionArgs& a;
+  const AttentionItem& it;
+  const int tile;
+
+  int count() const { return num_vectors(a, it); }
+  // Where the query token of a vector stands, counted from the tile's first key.
+  int position_of(int vector) const { return first_position(a, it) + vector / a.group() - tile * kTile; }
+  // Keys that the first so many query vectors see some of.
+  int num_keys(int vectors) const { return std::clamp(position_of(vectors - 1) + 1, 0, kTile); }
+  int num_keys() const { return num_keys(count()); }
+};
 
 // Calls visit(j, keys) for the tile's tokens: where the keys of the item's first head lie.
 template <typename KV, typename Visit>
-static void for_tokens(const AttentionArgs& a, const AttentionItem& it, int tile, Visit&& visit) {
-  const KV* pool = static_cast<const KV*>(a.kv) + it.first_head * a.head_stride;
-  const int32_t* table = a.block_tables + it.row * a.table_stride;
-  int block = tile * kTile / a.block_size, offset = tile * kTile % a.block_size;
-  for (int j = 0, n = num_keys(a, it, tile); j < n; ++j) {
+static void for_tokens(const Work& w, Visit&& visit) {
+  const AttentionArgs& a = w.a;
+  const KV* pool = static_cast<const KV*>(a.kv) + w.it.first_head * a.head_stride;
+  const int32_t* table = a.block_tables + w.it.row * a.table_stride;
+  int block = w.tile * kTile / a.block_size, offset = w.tile * kTile % a.block_size;
+  for (int j = 0, n = w.num_keys(); j < n; ++j) {
     visit(j, pool + table[block] * a.block_stride + offset * a.token_stride);
     if (++offset == a.block_size) offset = 0, ++block;
   }
@@ -49,7 +60,9 @@ static void for_tokens(const AttentionArgs& a, const AttentionItem& it, int tile
 
 // What codes are multiplied with, by head and key.
 template <typename KV>
-static void gather_scales(const AttentionArgs& a, const AttentionItem& it, int j, const KV* keys, AttentionScratch& s) {
+static void gather_scales(const Work& w, int j, const KV* keys, AttentionScratch& s) {
+  const AttentionArgs& a = w.a;
+  const AttentionItem& it = w.it;
   const KV* cell = keys - it.first_head * a.head_stride;
   for (int h = 0; h < it.num_heads(); ++h) {
     const int head = it.first_head + h;
@@ -61,17 +74,18 @@ static void gather_scales(const AttentionArgs& a, const AttentionItem& it, int j
 
 // Keys as columns, by head; pointers to values.
 template <typename KV>
-static void gather(const AttentionArgs& a, const AttentionItem& it, int tile, AttentionScratch& s, Ahead& ahead) {
-  const int dim = a.head_dim, n = num_keys(a, it, tile);
+static void gather(const Work& w, AttentionScratch& s, Ahead& ahead) {
+  const AttentionArgs& a = w.a;
+  const int dim = a.head_dim, n = w.num_keys();
   const KV* keys[kTile];
-  for_tokens<KV>(a, it, tile, [&](int j, const KV* token) {
+  for_tokens<KV>(w, [&](int j, const KV* token) {
     keys[j] = token;
     s.value_rows[j] = token + a.value_offset;
     ahead.add(s.value_rows[j]);
-    if constexpr (is_code<KV>) gather_scales(a, it, j, token, s);
+    if constexpr (is_code<KV>) gather_scales(w, j, token, s);
   });
   for (int j = 0; j < n; j += kLanes) {
-    for (int h = 0; h < it.num_heads(); ++h) {
+    for (int h = 0; h < w.it.num_heads(); ++h) {
       const float* rows[kLanes];
       for (int i = 0; i < kLanes; ++i) {
         const KV* key = keys[std::min(j + i, n - 1)] + h * a.head_stride;
@@ -90,13 +104,12 @@ static void gather(const AttentionArgs& a, const AttentionItem& it, int tile, At
 
 // The keys of what is computed next: here, or in the item that this thread probably takes next.
 template <typename KV>
-static void look_ahead(const AttentionArgs& a, const AttentionItem& it, int tile, const AttentionItem* next,
-                       Ahead& ahead) {
+static void look_ahead(const Work& w, const AttentionItem* next, Ahead& ahead) {
   const auto add = [&](int, const KV* token) { ahead.add(token); };
-  if (tile + 1 < it.end_tile)
-    for_tokens<KV>(a, it, tile + 1, add);
+  if (w.tile + 1 < w.it.end_tile)
+    for_tokens<KV>({w.a, w.it, w.tile + 1}, add);
   else if (next)
-    for_tokens<KV>(a, *next, next->first_tile, add);
+    for_tokens<KV>({w.a, *next, next->first_tile}, add);
 }
 
 // The states of an item's heads side by side.
@@ -109,58 +122,57 @@ struct States {
 
 // Softmax weights of one head, from its columns; maxima and sums to `out`.
 template <typename KV>
-static void weigh_keys(const AttentionArgs& a, const AttentionItem& it, int tile, int head, AttentionScratch& s,
-                       const State& out, Ahead& ahead) {
-  const int group = a.group(), count = num_vectors(a, it), dim = a.head_dim, n = num_keys(a, it, tile);
-  const int position = first_position(a, it) - tile * kTile;
+static void weigh_keys(const Work& w, int head, AttentionScratch& s, const State& out, Ahead& ahead) {
+  const int count = w.count(), dim = w.a.head_dim;
   const float* queries = &s.queries[head * count * dim];
+  const float* columns = &s.columns[head * kTile * dim];
   float* scores = &s.scores[head * count * kTile];
   in_row_blocks(count, [&](auto rows, int first) {
-    score_rows<rows>(queries + first * dim, &s.columns[head * kTile * dim], n, dim, scores + first * kTile,
+    score_rows<rows>(queries + first * dim, columns, w.num_keys(first + rows), dim, scores + first * kTile,
                      ahead.rest());
     for (int m = first; m < first + rows; ++m) {
-      const int own = position + m / group;  // it sees keys up to its own, within the window
-      const int low = a.window > 0 ? std::max(0, own - a.window + 1) : 0;
-      const TileView view{low, std::min(n, own + 1), is_code<KV> ? &s.key_scales[head * kTile] : nullptr,
+      const int own = w.position_of(m);  // it sees keys up to its own, within the window
+      const int low = w.a.window > 0 ? std::max(0, own - w.a.window + 1) : 0;
+      const TileView view{low, own + 1, is_code<KV> ? &s.key_scales[head * kTile] : nullptr,
                           is_code<KV> ? &s.value_scales[head * kTile] : nullptr};
       softmax_row(scores + m * kTile, view, out.max + m, out.sum + m);
     }
   });
 }
 
+// Outputs of one head, whose values begin at `offset` of each row.
 template <typename E>
-static void weigh_values(const Values& values, int count, const float* weights, float* out, Ahead& ahead) {
-  in_row_blocks(count, [&](auto rows, int m) {
-    value_rows<rows, E>(weights + m * kTile, values, out + m * values.dim, ahead.rest());
+static void weigh_values(const Work& w, int head, int64_t offset, AttentionScratch& s, float* out, Ahead& ahead) {
+  const int dim = w.a.head_dim;
+  const float* weights = &s.scores[head * w.count() * kTile];
+  in_row_blocks(w.count(), [&](auto rows, int first) {
+    const Values values{s.value_rows, offset, w.num_keys(first + rows), dim};
+    value_rows<rows, E>(weights + first * kTile, values, out + first * dim, ahead.rest());
   });
 }
 
 template <typename KV>
-static void widen_values(const AttentionArgs& a, const AttentionItem& it, int n, AttentionScratch& s) {
-  const int dim = a.head_dim, width = it.num_heads() * dim;
+static void widen_values(const Work& w, AttentionScratch& s) {
+  const int dim = w.a.head_dim, heads = w.it.num_heads(), width = heads * dim, n = w.num_keys();
   for (int j = 0; j < n; ++j) {
-    for (int h = 0; h < it.num_heads(); ++h)
-      widen(static_cast<const KV*>(s.value_rows[j]) + h * a.head_stride, &s.values[j * width + h * dim], dim);
+    for (int h = 0; h < heads; ++h)
+      widen(static_cast<const KV*>(s.value_rows[j]) + h * w.a.head_stride, &s.values[j * width + h * dim], dim);
     s.value_rows[j] = &s.values[j * width];
   }
 }
 
 template <typename KV>
-static void run_tile(const AttentionArgs& a, const AttentionItem& it, int tile, const AttentionItem* next,
-                     AttentionScratch& s, const States& out) {
-  const int count = num_vectors(a, it), n = num_keys(a, it, tile);
-  Ahead ahead(static_cast<int>(((it.num_heads() - 1) * a.head_stride + a.head_dim) * sizeof(KV)));
-  gather<KV>(a, it, tile, s, ahead);
-  look_ahead<KV>(a, it, tile, next, ahead);
-  for (int h = 0; h < it.num_heads(); ++h) weigh_keys<KV>(a, it, tile, h, s, out[h], ahead);
-  const bool widens = !std::is_same_v<KV, float> && count > kDirectQueries;
-  if (widens) widen_values<KV>(a, it, n, s);
-  for (int h = 0; h < it.num_heads(); ++h) {
-    const float* weights = &s.scores[h * count * kTile];
-    if (widens)
-      weigh_values<float>({s.value_rows, h * a.head_dim, n, a.head_dim}, count, weights, out[h].acc, ahead);
-    else
-      weigh_values<KV>({s.value_rows, h * a.head_stride, n, a.head_dim}, count, weights, out[h].acc, ahead);
+static void run_tile(const Work& w, const AttentionItem* next, AttentionScratch& s, const States& out) {
+  const int heads = w.it.num_heads();
+  Ahead ahead(static_cast<int>(((heads - 1) * w.a.head_stride + w.a.head_dim) * sizeof(KV)));
+  gather<KV>(w, s, ahead);
+  look_ahead<KV>(w, next, ahead);
+  for (int h = 0; h < heads; ++h) weigh_keys<KV>(w, h, s, out[h], ahead);
+  if (std::is_same_v<KV, float> || w.count() <= kDirectQueries) {
+    for (int h = 0; h < heads; ++h) weigh_values<KV>(w, h, h * w.a.head_stride, s, out[h].acc, ahead);
+  } else {
+    widen_values<KV>(w, s);
+    for (int h = 0; h < heads; ++h) weigh_values<float>(w, h, h * w.a.head_dim, s, out[h].acc, ahead);
   }
 }
 
@@ -220,7 +232,7 @@ template <typename Q, typename KV>
 static void run_piece(const AttentionArgs& a, const AttentionItem& it, const AttentionItem* next, AttentionPlan& plan,
                       AttentionScratch& s) {
   for (int tile = it.first_tile; tile < it.end_tile; ++tile)
-    run_tile<KV>(a, it, tile, next, s, partial_states(a, it, tile, plan));
+    run_tile<KV>({a, it, tile}, next, s, partial_states(a, it, tile, plan));
   if (plan.missing[it.join].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
   plan.missing[it.join].store(plan.pieces_of(plan.joins[it.join]), std::memory_order_relaxed);  // for the next layer
   join<Q>(a, plan.joins[it.join], plan, s);
@@ -233,7 +245,7 @@ static void run_item(const AttentionArgs& a, const AttentionItem& it, const Atte
   if (it.partial >= 0) return run_piece<Q, KV>(a, it, next, plan, s);
   const States total = cleared_total(a, it, s), part{s.tile.data(), total.count, total.dim};
   for (int tile = it.first_tile; tile < it.end_tile; ++tile) {
-    run_tile<KV>(a, it, tile, next, s, part);
+    run_tile<KV>({a, it, tile}, next, s, part);
     merge_heads(it, total, part);
   }
   store_output<Q>(a, it, total);

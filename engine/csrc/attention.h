@@ -2,9 +2,9 @@
 //
 // Work is cut into items (row, kv heads, query tile). All query heads of a kv head go together: a matrix of
 // M = query tokens x group query vectors. Keys are visited in tiles of kTile, at fixed multiples of kTile from position
-// 0. A tile gives per query vector (maximum, sum, weighted values); the results of tiles are merged in the order of keys
-// (Milakov & Gimelshein 2018). So a token's result is the same bits whatever batch, chunk or number of threads computes
-// it. Items with few queries have several kv heads: a token's heads lie side by side in memory, so they are read together.
+// 0. A tile gives per query vector (maximum, sum, weighted values); the results of tiles are merged in the order of
+// keys (Milakov & Gimelshein 2018). So a token's result is the same bits whatever batch, chunk or number of threads
+// computes it. Items with few queries have several kv heads: these lie side by side in memory and are read together.
 // When there are too few items for the team, the tiles of an item are shared out and merged at the end.
 //
 //   pool, one layer:   block -> [2, block_size, kv_head, head_dim]       (strides in elements are the caller's)

@@ -1,8 +1,8 @@
 // Query vectors against one tile of keys: scores, softmax weights, weighted values, and how the results of tiles merge.
 //
-// Keys are widened and turned round first, kLanes at a time: [dim][kLanes]. A vector then holds one coordinate of several
-// keys, and scores need no sums across lanes. Values are read as they are stored. A query vector's results are the same bits
-// whichever others it is computed with, and in whatever type the queries' company has the keys widened.
+// Keys are widened and turned round first, kLanes at a time: [dim][kLanes]. A vector then holds one coordinate of
+// several keys, and scores need no sums across lanes. Values are read as they are stored. A query vector's results are
+// the same bits whichever others it is computed with.
 // Knows pointers to rows; knows nothing of pools, plans or threads.
 #pragma once
 #include <algorithm>
@@ -67,7 +67,7 @@ inline void turn_keys(const float* const* keys, int dim, float* columns) {
 
 // scores[m][j] = q[m] . key j for M query vectors and W vectors of keys.
 template <int M, int W>
-static void score_block(const float* q, const float* columns, int dim, float* scores, Ahead* ahead) {
+[[gnu::noinline]] static void score_block(const float* q, const float* columns, int dim, float* scores, Ahead* ahead) {
   vfloat sum[M][W] = {};
   for (int d = 0; d < dim; ++d) {
     vfloat x[M];
@@ -107,16 +107,18 @@ struct TileView {
 
 // Scores of one query vector to softmax weights relative to the tile's maximum, times the values' scales.
 inline void softmax_row(float* row, const TileView& view, float* max, float* sum) {
+  constexpr int kVectors = kTile / kLanes;
+  vfloat score[kVectors], top = splat(kMinusInf), total{};
   vint index;
   for (int i = 0; i < kLanes; ++i) index[i] = i;
-  vfloat top = splat(kMinusInf);
   const bool whole = view.first <= 0 && view.last >= kTile;
-  for (int j = 0; j < kTile; j += kLanes) {
-    vfloat score = load(row + j);
-    if (view.key_scales) score *= load(view.key_scales + j);
-    if (!whole) score = (index < view.first - j) | (index >= view.last - j) ? splat(kMinusInf) : score;
-    store(row + j, score);
-    top = quire::max(score, top);
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) {
+    const int j = i * kLanes;
+    score[i] = load(row + j);
+    if (view.key_scales) score[i] *= load(view.key_scales + j);
+    if (!whole) score[i] = (index < view.first - j) | (index >= view.last - j) ? splat(kMinusInf) : score[i];
+    top = quire::max(score[i], top);
   }
   *max = reduce_max(top);
   *sum = 0.0f;
@@ -124,9 +126,10 @@ inline void softmax_row(float* row, const TileView& view, float* max, float* sum
     std::fill(row, row + kTile, 0.0f);
     return;
   }
-  vfloat total{};
-  for (int j = 0; j < kTile; j += kLanes) {
-    const vfloat weight = exp_nonpositive(load(row + j) - splat(*max));
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) {
+    const int j = i * kLanes;
+    const vfloat weight = exp_nonpositive(score[i] - splat(*max));
     store(row + j, view.value_scales ? weight * load(view.value_scales + j) : weight);
     total += weight;
   }
@@ -140,19 +143,21 @@ struct Values {
   int n, dim;
 };
 
-// W vectors of M outputs from dimension `first` on: out[m] = sum over j of weights[m][j] * value j. Of the last vector
+// W vectors of M outputs from dimension `first` on: out[m] = sum over j of weights[m][j] * value j. Of a single vector
 // `count` elements exist.
 template <int M, int W, typename E>
-static void value_block(const float* weights, const Values& v, int first, int count, float* out, Ahead* ahead) {
+[[gnu::noinline]] static void value_block(const float* weights, const Values& v, int first, int count, float* out,
+                                          Ahead* ahead) {
   vfloat acc[M][W] = {};
-  for (int j = 0; j < v.n; ++j) {
-    const E* row = static_cast<const E*>(v.rows[j]) + v.offset + first;
+  const int64_t offset = v.offset + first;
+  for (int j = 0, n = v.n; j < n; ++j) {
+    const E* row = static_cast<const E*>(v.rows[j]) + offset;
     vfloat weight[M];
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) weight[m] = splat(weights[m * kTile + j]);
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i, row += kLanes) {
-      const vfloat value = count == kLanes || i < W - 1 ? load_floats(row) : load_some(row, count);
+      const vfloat value = W > 1 || count == kLanes ? load_floats(row) : load_some(row, count);
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) acc[m][i] += weight[m] * value;
     }
@@ -163,7 +168,12 @@ static void value_block(const float* weights, const Values& v, int first, int co
     float* target = out + m * v.dim + first;
 #pragma GCC unroll 16
     for (int i = 0; i < W - 1; ++i) store(target + i * kLanes, acc[m][i]);
-    std::memcpy(target + (W - 1) * kLanes, &acc[m][W - 1], sizeof(float) * count);
+    if (W > 1 || count == kLanes) {
+      store(target + (W - 1) * kLanes, acc[m][W - 1]);
+    } else {
+      const vfloat last = acc[m][W - 1];
+      std::memcpy(target, &last, sizeof(float) * count);
+    }
   }
 }
 
@@ -184,7 +194,7 @@ static void in_row_blocks(int count, Work&& work) {
   if (m < count) work(std::integral_constant<int, 1>{}, m);
 }
 
-// Adds the result of a later tile to that of the tiles before it. One function, so that no two places round differently.
+// Adds the result of a later tile to that of those before it. One function, so that no two places round differently.
 [[gnu::noinline]] static void merge(const State& into, const State& from, int count, int dim) {
   for (int first = 0; first < count; first += kLanes) {
     const vfloat old = load(into.max + first), more = load(from.max + first), top = max(old, more);

@@ -50,7 +50,7 @@ struct SiluMultiplyArgs {
   int32_t rows, width;
 };
 
-// Each does some rows (the first two), some heads (queries, then keys, then values) of all rows, some columns of all rows.
+// The first two do some rows, the others some heads (queries, then keys, then values) or some columns of all rows.
 void rotations(const RotationArgs& args, Range rows);
 void rms_norm(const NormArgs& args, Range rows);
 void rope_store(const RopeStoreArgs& args, Range heads);

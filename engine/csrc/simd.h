@@ -25,7 +25,16 @@ inline vfloat load(const float* p) { return *reinterpret_cast<const vfloat*>(p);
 inline void store(float* p, vfloat v) { *reinterpret_cast<vfloat*>(p) = v; }
 inline vfloat splat(float x) { return x - vfloat{}; }
 
-inline vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
+// a > b ? a : b, so b where either is not a number.
+inline vfloat max(vfloat a, vfloat b) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<vfloat>(_mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
+#elif defined(__AVX__)
+  return reinterpret_cast<vfloat>(_mm256_max_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b)));
+#else
+  return a > b ? a : b;
+#endif
+}
 
 // Horizontal sums and maxima, always added up in the same order. `reduce_add4` takes four vectors to four sums.
 #if defined(__AVX__)
@@ -58,16 +67,30 @@ inline void reduce_add4(const vfloat* v, float* out) {
   for (int i = 0; i < 4; ++i) out[i] = reduce_add(v[i]);
 }
 #endif
+// None of v may be NaN.
 inline float reduce_max(vfloat v) {
+#if defined(__AVX__)
+#if defined(__AVX512F__)
+  const __m512 whole = reinterpret_cast<__m512>(v);
+  const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(whole), 1));
+  const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(whole), high);
+#else
+  const __m256 eight = reinterpret_cast<__m256>(v);
+#endif
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#else
   float top = v[0];
   for (int i = 1; i < kLanes; ++i) top = v[i] > top ? v[i] : top;
   return top;
+#endif
 }
 
 // exp(x) for x <= 0 (softmax arguments): 2^n * p(r), |relative error| < 3e-7; exactly 0 below -87.
 inline vfloat exp_nonpositive(vfloat x) {
   const vfloat log2e = splat(1.44269504f);
-  vfloat clamped = x < splat(-87.0f) ? splat(-87.0f) : x;
+  const vfloat clamped = max(splat(-87.0f), x);
   vint whole = __builtin_convertvector(clamped * log2e - splat(0.5f), vint);  // truncation of a negative: nearest
   vfloat n = __builtin_convertvector(whole, vfloat);
   vfloat r = clamped - n * splat(0.693359375f) + n * splat(2.12194440e-4f);  // Cody-Waite split of ln 2
