@@ -1,14 +1,14 @@
 """Instruments: what the scheduler tells whoever watches. It imports no metrics library; observers may not raise."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from scheduler.handle import RequestTimes
 from scheduler.request import FinishReason, PreemptionReason, Request
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
+class StepReport(NamedTuple):
     """One finished step: what was planned, what came out, and how long each part took, in seconds."""
 
     num_rows: int
@@ -82,22 +82,20 @@ class NullObserver:
         """Ignore."""
 
 
-_IGNORED_GAP = NullObserver.on_token_gap
-
-
 class Observers:
     """Several observers as one, told in the order given.
 
-    Token gaps come by the hundred in a step: only those who do something about them are told.
+    Steps come fast, and token gaps by the hundred in each: only those who do something about them are told.
     """
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
-        self._gap_observers = [o for o in observers if getattr(o.on_token_gap, "__func__", None) is not _IGNORED_GAP]
+        self._step_observers = [o for o in observers if not _ignores(o.on_step, NullObserver.on_step)]
+        self._gap_observers = [o for o in observers if not _ignores(o.on_token_gap, NullObserver.on_token_gap)]
 
     def on_step(self, report: StepReport) -> None:
-        """Tell all."""
-        for observer in self._observers:
+        """Tell all who listen."""
+        for observer in self._step_observers:
             observer.on_step(report)
 
     def on_first_token(self, request: Request, ttft_s: float) -> None:
@@ -124,3 +122,8 @@ class Observers:
         """Tell all."""
         for observer in self._observers:
             observer.on_request_end(report)
+
+
+def _ignores(method: Callable[..., None], ignoring: Callable[..., None]) -> bool:
+    """Whether an observer's bound method is the one of `NullObserver`."""
+    return getattr(method, "__func__", None) is ignoring
