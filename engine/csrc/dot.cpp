@@ -15,6 +15,7 @@ constexpr int kSlice = 256;  // columns of a slice: 8 KiB of pairs
 constexpr int kMinGroup = 16;
 constexpr int kTileRows = kLanes >= 8 ? 4 : 2;             // rows of x where words are taken apart in registers
 constexpr int kBlockRows = kLanes == 16 ? 8 : kTileRows;  // the same in a register block over a slice
+constexpr int kSlicedRows = 192;                           // rows of x that share a slice
 constexpr int kRanges = 8;                                 // of numbers of rows: 1, 2, 3-4, 5-8, ... 33-64, more
 
 // What a format is: columns of a line, steps that a line is taken apart into, and the words of one step, which meet one
@@ -251,13 +252,12 @@ static void block_of(int64_t rows, const Block& b, const Slice& slice) {
   }
 }
 
-// A panel for the rows [first, first + rows), rows <= kRowBlock, in register blocks of nearly equal height.
+// A panel for the rows [first, first + rows), rows <= kSlicedRows, in register blocks.
 template <int F>
 static void sliced_rows(const Matrix& m, const Product& p, int64_t panel, int64_t first, int64_t rows) {
   const Rounded x = rounded(m, p);
   const int padded = m.padded_in(), word_columns = padded / static_cast<int>(x.stride);
-  const int64_t tiles = (rows + kBlockRows - 1) / kBlockRows;
-  alignas(64) vfloat acc[kHalves][kRowBlock * kVectors];
+  alignas(64) vfloat acc[kHalves][kSlicedRows * kVectors];
   for (auto& half : acc)
     for (int64_t i = 0; i < rows * kVectors; ++i) half[i] = vfloat{};
   Slice slice;
@@ -265,17 +265,17 @@ static void sliced_rows(const Matrix& m, const Product& p, int64_t panel, int64_
     for (int h = 0; h < kHalves; ++h) {
       const int columns = std::min(kSlice, padded - k);
       take_apart<F>(m, panel * kHalves + h, k, columns, slice);
-      for (int64_t t = 0; t < tiles; ++t) {
-        const int64_t begin = rows * t / tiles, end = rows * (t + 1) / tiles, row = first + begin;
-        const int64_t group = row * x.groups + k / m.group;
-        const Block block{x.words + row * x.stride + k / word_columns, x.stride, x.scales + group, x.sums + group,
-                          x.groups, columns / m.group, m.group / word_columns, has_minima<F>(m),
-                          acc[h] + begin * kVectors};
-        block_of<F>(end - begin, block, slice);
+      const int64_t group = first * x.groups + k / m.group;
+      Block block{x.words + first * x.stride + k / word_columns, x.stride, x.scales + group, x.sums + group, x.groups,
+                  columns / m.group, m.group / word_columns, has_minima<F>(m), acc[h]};
+      for (int64_t r = 0; r < rows; r += kBlockRows) {
+        block_of<F>(std::min<int64_t>(rows - r, kBlockRows), block, slice);
+        block.x += kBlockRows * x.stride, block.acc += kBlockRows * kVectors;
+        block.x_scales += kBlockRows * x.groups, block.x_sums += kBlockRows * x.groups;
       }
     }
-  for (int h = 0; h < kHalves; ++h)
-    for (int64_t r = 0; r < rows; ++r)
+  for (int64_t r = 0; r < rows; ++r)
+    for (int h = 0; h < kHalves; ++h)
       store_row(m, p, first + r, (panel * kHalves + h) * kHalf, acc[h] + r * kVectors);
 }
 
@@ -290,9 +290,10 @@ static int height_for(const Matrix& m, int64_t rows) {
 
 template <int F>
 static void multiply_format(const Matrix& m, const Product& p, Range panels) {
-  const int64_t blocks = (p.rows + kRowBlock - 1) / kRowBlock;
-  for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t first = p.rows * b / blocks, rows = p.rows * (b + 1) / blocks - first;
+  const int64_t blocks = (p.rows + kSlicedRows - 1) / kSlicedRows;
+  const int64_t step = blocks == 0 ? 1 : (p.rows + blocks * kBlockRows - 1) / (blocks * kBlockRows) * kBlockRows;
+  for (int64_t first = 0; first < p.rows; first += step) {
+    const int64_t rows = std::min(step, p.rows - first);
     const int height = height_for<F>(m, rows);
     for (int64_t panel = panels.begin; panel < panels.end; ++panel)
       if (height == kSliced)
