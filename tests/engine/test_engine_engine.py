@@ -368,10 +368,11 @@ def test_the_smallest_engines_warm_up(decoder: Decoder, config: EngineConfig) ->
     engine.close()
 
 
+@pytest.mark.parametrize("attention_backend", ["auto", "torch"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_serves(source: ModelSource, decoder: Decoder, dtype: str) -> None:
-    engine = Engine.load(source, replace(CONFIG, dtype=dtype))
-    assert engine.info.dtype == dtype
+def test_half_precision_serves(source: ModelSource, decoder: Decoder, dtype: str, attention_backend: str) -> None:
+    engine = Engine.load(source, replace(CONFIG, dtype=dtype, attention_backend=attention_backend))
+    assert (engine.info.dtype, engine.info.kv_dtype) == (dtype, dtype)
     assert engine.info.layout.element_bytes == 2
     params = SamplingParams(temperature=0.0, logprobs=0)
     [output] = step(engine, [start(params=params)], [row()])
