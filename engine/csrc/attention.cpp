@@ -58,17 +58,15 @@ static void for_tokens(const Work& w, Visit&& visit) {
   }
 }
 
-// What codes are multiplied with, by head and key.
+// What the codes of key j, or of its value, are multiplied with, by head; `row` is where those of the first head lie.
 template <typename KV>
-static void gather_scales(const Work& w, int j, const KV* keys, AttentionScratch& s) {
-  const AttentionArgs& a = w.a;
-  const AttentionItem& it = w.it;
-  const KV* cell = keys - it.first_head * a.head_stride;
-  for (int h = 0; h < it.num_heads(); ++h) {
-    const int head = it.first_head + h;
-    s.key_scales[h * kTile + j] = kUnit<KV> * to_float(*scale_of(cell, a.num_kv_heads, a.head_dim, head));
-    s.value_scales[h * kTile + j] =
-        kUnit<KV> * to_float(*scale_of(cell + a.value_offset, a.num_kv_heads, a.head_dim, head));
+static void gather_scales(const Work& w, int j, const KV* row, std::vector<float>& scales) {
+  if constexpr (is_code<KV>) {
+    const AttentionItem& it = w.it;
+    const KV* cell = row - it.first_head * w.a.head_stride;
+    for (int h = 0; h < it.num_heads(); ++h)
+      scales[h * kTile + j] =
+          kUnit<KV> * to_float(*scale_of(cell, w.a.num_kv_heads, w.a.head_dim, it.first_head + h));
   }
 }
 
@@ -82,7 +80,6 @@ static void gather(const Work& w, AttentionScratch& s, Ahead& ahead) {
     keys[j] = token;
     s.value_rows[j] = token + a.value_offset;
     ahead.add(s.value_rows[j]);
-    if constexpr (is_code<KV>) gather_scales(w, j, token, s);
   });
   for (int j = 0; j < n; j += kLanes) {
     for (int h = 0; h < w.it.num_heads(); ++h) {
@@ -99,7 +96,9 @@ static void gather(const Work& w, AttentionScratch& s, Ahead& ahead) {
       turn_keys(rows, dim, &s.columns[(h * kTile + j) * dim]);
       ahead.fetch(2 * kLanes);
     }
+    for (int i = j; i < std::min(j + kLanes, n); ++i) gather_scales(w, i, keys[i], s.key_scales);
   }
+  for (int j = 0; j < n; ++j) gather_scales(w, j, keys[j] + a.value_offset, s.value_scales);
 }
 
 // The keys of what is computed next: here, or in the item that this thread probably takes next.
