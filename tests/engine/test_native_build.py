@@ -6,9 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine import native
+from engine.config import no_progress
+from engine.errors import LoadError
+from engine.models.load import load_decoder
 from engine.native import NativeUnavailable, build_native, find_native, load_native
+from engine.weights.checkpoint import resolve_model
 from tests.fakes.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +54,14 @@ def test_without_kernels_torch_serves_and_says_so_once(
     assert "backend torch tokens 1" in done.stdout
     assert done.stdout.count(reason) == 1
     assert not list(tmp_path.glob("cache/*.so"))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "int4_g128"])
+def test_rounding_at_load_needs_kernels(quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = resolve_model(str(make_tiny_model("llama", tmp_path / "model")))
+    monkeypatch.setenv("QUIRE_NATIVE", "0")
+    with pytest.raises(LoadError, match=f"quantization '{quantization}' needs the native CPU kernels"):
+        load_decoder(source, torch.float32, torch.device("cpu"), no_progress, None, quantization)
 
 
 @pytest.fixture
