@@ -33,6 +33,7 @@ from engine.quant.affine import (
     is_stored_as,
     quantize,
 )
+from engine.quant.arena import WeightArena, on_meta
 from engine.quant.groups import GROUP_SIZE, largest_group
 from engine.quant.heights import measured_heights
 from engine.quant.panels import PackedEmbedding, PackedLinear, StackedLinear
@@ -86,6 +87,7 @@ class PackedParameters:
         self.places: dict[str, Place] = {}
         self.nbytes = 0
         self._matrices: list[PackedLinear] = []
+        self._zeros = on_meta if device.type == "meta" else WeightArena().zeros
 
     def vector(self, name: str, size: int) -> Tensor:
         """See `Parameters`."""
@@ -121,7 +123,7 @@ class PackedParameters:
 
     def _matrix(self, form: Form, num_rows: Mapping[str, int], num_inputs: int, bias: bool) -> PackedLinear:
         total = sum(num_rows.values())
-        matrix = PackedLinear.allocate(form, total, num_inputs, bias, self.device.type)
+        matrix = PackedLinear.allocate(form, total, num_inputs, bias, self._zeros)
         first = 0
         for name, count in num_rows.items():
             self.places[f"{name}.weight"] = PackedPlace(matrix, first, count)

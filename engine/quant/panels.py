@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.native import load_native
 from engine.quant.affine import AffineForm, AffineWeight, DenseForm, Form, is_stored_as
+from engine.quant.arena import Zeros, on_heap
 from engine.quant.groups import GROUP_SIZE
 
 PANEL_SIZE = 32
@@ -91,9 +92,9 @@ class PackedLinear:
 
     @classmethod
     def allocate(
-        cls, form: Form, num_outputs: int, num_inputs: int, bias: bool = False, device: str = "cpu"
+        cls, form: Form, num_outputs: int, num_inputs: int, bias: bool = False, zeros: Zeros = on_heap
     ) -> "PackedLinear":
-        """Zeros to be filled. On the `meta` device nothing is allocated, which is how bytes are counted.
+        """Zeros to be filled, from where `zeros` takes them.
 
         Raises:
             ValueError: quantized, and the inputs are not whole groups.
@@ -103,14 +104,14 @@ class PackedLinear:
         size = num_panels * num_groups * GROUP_SIZE * PANEL_SIZE
         scales = minimums = None
         if isinstance(form, DenseForm):
-            weights = torch.zeros(size, dtype=form.dtype, device=device)
+            weights = zeros(size, form.dtype)
         else:
             if num_inputs % (whole := max(GROUP_SIZE, form.group_size)):
                 raise ValueError(f"{num_inputs} inputs are not whole groups of {whole}")
-            weights = torch.zeros(size * form.bits // 8, dtype=torch.uint8, device=device)
-            scales = torch.zeros(size // form.group_size, dtype=form.scale_dtype, device=device)
-            minimums = scales.clone() if form.has_minimums else None  # zeros_like on `meta` imports sympy
-        biases = torch.zeros(num_outputs, device=device) if bias else None
+            weights = zeros(size * form.bits // 8, torch.uint8)
+            scales = zeros(size // form.group_size, form.scale_dtype)
+            minimums = zeros(size // form.group_size, form.scale_dtype) if form.has_minimums else None
+        biases = zeros(num_outputs, torch.float32) if bias else None
         tensors = (weights, scales, minimums, biases)
         native = NativeMatrix(
             *(None if part is None else part.data_ptr() for part in tensors),

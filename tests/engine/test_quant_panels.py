@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.native import NativeUnavailable, load_native
 from engine.quant.affine import AffineForm, AffineWeight, DenseForm, half_scales_suffice, quantize
+from engine.quant.arena import on_meta
 from engine.quant.groups import largest_group
 from engine.quant.panels import PackedEmbedding, PackedLinear, StackedLinear, packed
 
@@ -239,5 +240,5 @@ def test_stored_bytes() -> None:
     """64 x 320, 4 bits with half scales and minima: half a byte each, 4 bytes a group; also without memory."""
     matrix = packed(stored_as("int4 half", torch.randn(64, 320)))
     assert matrix.nbytes == 64 * 320 // 2 + 64 * 10 * 4
-    assert PackedLinear.allocate(matrix.form, 64, 320, device="meta").nbytes == matrix.nbytes
+    assert PackedLinear.allocate(matrix.form, 64, 320, zeros=on_meta).nbytes == matrix.nbytes
     assert packed(stored_as("int8 half", torch.randn(64, 320)), torch.zeros(64)).nbytes == 64 * 320 + 64 * (20 + 4)
