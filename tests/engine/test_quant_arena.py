@@ -69,7 +69,8 @@ def test_the_other_sources() -> None:
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs Linux with huge pages")
 def test_huge_pages_are_asked_for() -> None:
-    address = WeightArena().zeros(1000, torch.uint8).data_ptr()
+    tensor = WeightArena().zeros(1000, torch.uint8)
+    address = tensor.data_ptr()
     ranges = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())[1:]
     bounds = [[int(end, 16) for end in text.split(" ", 1)[0].split("-")] for text in ranges]
     own = next(text for text, (low, high) in zip(ranges, bounds, strict=True) if low <= address < high)
