@@ -30,9 +30,12 @@ class Bounds:
     gemm_per_s: Mapping[str, float]
 
     def gemm(self, dtype: str | None) -> float:
-        """Of a dtype, or the fastest floating-point one where it is not known or was not measured."""
+        """Of a dtype, or the fastest floating-point one where it is not known or was not measured.
+
+        Sixteen bits bound nobody below float32: they can be widened, and are where a processor has no units for them.
+        """
         if dtype is not None and dtype in self.gemm_per_s:
-            return self.gemm_per_s[dtype]
+            return max(self.gemm_per_s[dtype], self.gemm_per_s["float32"])
         return max(rate for name, rate in self.gemm_per_s.items() if name != "int8")
 
 

@@ -28,6 +28,7 @@ def test_a_round_is_its_prefill_and_the_decode_steps_after_the_first_token():
 
 def test_the_gemm_is_that_of_the_dtype_or_the_best_floating_point_one():
     assert BOUNDS.gemm("float32") == 400.0
+    assert Bounds(1000.0, {"float32": 400.0, "bfloat16": 60.0}).gemm("bfloat16") == 400.0
     assert BOUNDS.gemm(None) == 800.0
     assert BOUNDS.gemm("float16") == 800.0
 
