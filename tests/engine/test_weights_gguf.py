@@ -95,14 +95,19 @@ def test_header_of_the_embedded_model_equals_the_library_reader() -> None:
     assert len(header.metadata["tokenizer.ggml.tokens"]) == 49152
 
 
+def exit_code_of(program: str) -> int:
+    """Of a fresh interpreter in the project's folder."""
+    root = Path(__file__).parents[2]
+    return subprocess.run([sys.executable, "-c", program], cwd=root, timeout=60).returncode
+
+
 def test_reading_a_header_does_not_import_torch() -> None:
     program = (
         "import sys; from engine.weights.checkpoint import resolve_model; from engine.weights.gguf_header import "
         "read_gguf_header; from engine.models.families import spec_from_gguf; "
         "spec_from_gguf(read_gguf_header(resolve_model(None).path)); sys.exit('torch' in sys.modules)"
     )
-    root = Path(__file__).parents[2]
-    assert subprocess.run([sys.executable, "-c", program], cwd=root, timeout=60).returncode == 0
+    assert exit_code_of(program) == 0
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +143,7 @@ def test_counting_weight_bytes_does_not_import_sympy() -> None:
         "weight_bytes_of; weight_bytes_of(resolve_model(None), torch.float32, torch.device('cpu'), lambda *_: None); "
         "sys.exit('sympy' in sys.modules)"
     )
-    root = Path(__file__).parents[2]
-    assert subprocess.run([sys.executable, "-c", program], cwd=root, timeout=60).returncode == 0
+    assert exit_code_of(program) == 0
 
 
 @settings(deadline=None, max_examples=60)
