@@ -73,9 +73,13 @@ def build_native(progress: Progress = no_progress) -> Path:
 def _level() -> str:
     """The widest instruction set that torch found here, with integer products or without, which torch leaves open."""
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability == "AVX512" and _CPU_INFO.exists() and "avx512_vnni" in _CPU_INFO.read_text().split():
-        return "AVX512 VNNI"
-    return capability
+    return "AVX512 VNNI" if capability == "AVX512" and "avx512_vnni" in _cpu_words(_CPU_INFO) else capability
+
+
+@cache
+def _cpu_words(cpu_info: Path) -> frozenset[str]:
+    """What Linux says of its processors, read once: it is long where there are many."""
+    return frozenset(cpu_info.read_text().split()) if cpu_info.exists() else frozenset()
 
 
 def find_native(progress: Progress = no_progress) -> ctypes.CDLL | None:

@@ -38,8 +38,11 @@ class NativeStep:
         layer_bytes: from a layer's keys in memory to the next one's.
     """
 
-    def __init__(self, storage: KVStorage, shape: AttentionShape, pool: bytes, inputs: AttentionInputs) -> None:
+    def __init__(
+        self, kernels: ctypes.CDLL, storage: KVStorage, shape: AttentionShape, pool: bytes, inputs: AttentionInputs
+    ) -> None:
         """`pool` is what `pool_args` says of `storage` and `shape`."""
+        self._kernels = kernels
         self._storage = storage
         self._shape = shape
         self.slots = inputs.slot_mapping.contiguous()
@@ -70,7 +73,7 @@ class NativeStep:
         args.q, args.out, args.kv = q.data_ptr(), out.data_ptr(), self.layer_address(layer)
         args.q_token_stride, args.out_token_stride, args.q_dtype = q.stride(0), out.stride(0), DTYPE_CODES[q.dtype]
         args.window = self._shape.windows[layer] or 0
-        if load_native().quire_paged_attention(ctypes.byref(args)) != 0:
+        if self._kernels.quire_paged_attention(ctypes.byref(args)) != 0:
             raise TypeError(f"no native attention for {q.dtype} queries over a {self._storage.dtype} pool")
         return out
 
@@ -111,11 +114,11 @@ class NativeCPUAttention:
     def __init__(self, storage: KVStorage, shape: AttentionShape) -> None:
         if storage.device.type != "cpu" or storage.dtype not in DTYPE_CODES:
             raise ValueError(f"the native kernel serves a CPU's pools, not {storage.dtype} on {storage.device}")
-        load_native()
+        self._kernels = load_native()
         self._storage = storage
         self._shape = shape
         self._pool = pool_args(storage, shape)
 
     def plan(self, inputs: AttentionInputs) -> NativeStep:
         """Narrow the step's index arrays once; the kernel does the rest."""
-        return NativeStep(self._storage, self._shape, self._pool, inputs)
+        return NativeStep(self._kernels, self._storage, self._shape, self._pool, inputs)
